@@ -1,0 +1,59 @@
+"""The Serve application: an OpenAI ingress over engine replicas. The only wiring there is.
+
+`serve run deployments.app:build_app serving.replicas=2` and a Serve configuration file with
+`import_path: deployments.app:build_app` and `args: {...}` both end here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve import Application
+
+from deployments.ingress import OpenAIIngress
+from deployments.replica import EngineReplica
+from dsde.config import DsdeConfig
+from dsde.engine.plugin import engine_environment
+
+__all__ = ["build_app", "policy_config"]
+
+
+def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
+    """The application for a configuration.
+
+    args: a DsdeConfig, or its sections as plain values; a dotted key ("speculation.policy") reaches into a section.
+    Raises pydantic.ValidationError naming the setting, its value and what is accepted.
+    """
+    config = args if isinstance(args, DsdeConfig) else DsdeConfig(**_nested(args))
+    environment = engine_environment(config)
+    engines = EngineReplica.options(
+        num_replicas=config.serving.replicas,
+        max_ongoing_requests=config.serving.max_ongoing_requests,
+        user_config=policy_config(config.speculation.policy, config.speculation.settings),
+        ray_actor_options={
+            "num_cpus": config.serving.cpus_per_replica,
+            "num_gpus": config.serving.gpus_per_replica if config.serving.device == "gpu" else 0,
+            "runtime_env": {"env_vars": environment},
+        },
+    ).bind(config)
+    # The ingress renders and streams; on two cores a core of its own would leave an engine without one.
+    return OpenAIIngress.options(
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
+    ).bind(config, engines)
+
+
+def policy_config(policy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """EngineReplica's user_config, the part of the application that changes without a restart."""
+    return {"policy": policy, "settings": dict(settings)}
+
+
+def _nested(args: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in args.items():
+        *sections, name = path.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[name] = value
+    return tree

@@ -1,0 +1,85 @@
+"""The HTTP ingress: vLLM's OpenAI application, its requests carried to engine replicas over a Serve handle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from dsde.config import DsdeConfig
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from dsde.engine.remote import GenerateCall
+
+__all__ = ["OpenAIIngress"]
+
+_HEALTH_TIMEOUT_S = 5.0
+
+
+@serve.deployment(
+    max_constructor_retry_count=1,
+    # It holds a stream per request and does no work of its own, so the limit that counts is the replicas'.
+    max_ongoing_requests=10_000,
+    graceful_shutdown_wait_loop_s=0.5,
+    graceful_shutdown_timeout_s=5,
+)
+@serve.ingress()
+class OpenAIIngress:
+    """Serves the OpenAI API of `config` over `engines`, a handle to EngineReplica."""
+
+    def __init__(self, config: DsdeConfig, engines: DeploymentHandle) -> None:
+        self._config = config
+        self._engines = engines
+        self._streams = engines.options(stream=True)
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        from dsde.engine.openai_app import build_openai_app
+        from dsde.engine.plugin import served_name
+        from dsde.engine.remote import RemoteEngineClient
+
+        # A replica's own resolved configuration: what was true where the engine runs is not resolved again here.
+        vllm_config = await self._engines.vllm_config.remote()
+        client = RemoteEngineClient(
+            vllm_config, self._generate, self._check_engines, max_length=self._config.speculation.max_length
+        )
+        return await build_openai_app(client, served_name(self._config))
+
+    async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
+        from dsde.engine.remote import EngineUnavailable
+
+        response = self._streams.generate.remote(call)
+        finished = False
+        try:
+            async for output in response:
+                yield output
+            finished = True
+        except RayTaskError as error:
+            finished = True
+            raise error.cause from None
+        except (RayActorError, DeploymentUnavailableError) as error:
+            raise EngineUnavailable("the engine replica of this request went away; send it again") from error
+        except BackPressureError as error:
+            raise EngineUnavailable("every engine replica is full; send the request again later") from error
+        finally:
+            # Neither a dropped generator nor a cancelled task stops the replica's side; this does.
+            if not finished:
+                response.cancel()
+
+    async def _check_engines(self) -> None:
+        from dsde.engine.remote import EngineUnavailable
+
+        # A broadcast asks every replica past its queue, so a busy engine is not mistaken for a dead one.
+        try:
+            asked = self._engines.broadcast("healthy")
+            answers = await asyncio.wait_for(asked.results_async(return_exceptions=True), _HEALTH_TIMEOUT_S)
+        except (TimeoutError, DeploymentUnavailableError) as error:
+            raise EngineUnavailable("no engine replica answers") from error
+        if True not in answers:
+            raise EngineUnavailable(f"none of {len(answers)} engine replicas is healthy")

@@ -1,0 +1,83 @@
+"""The engine replica: one vLLM engine per Serve replica, its health the engine's, its policy switchable while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+
+from dsde.config import DsdeConfig
+
+if TYPE_CHECKING:
+    from dsde.engine.remote import GenerateCall
+
+__all__ = ["EngineReplica"]
+
+
+# One failed start is enough: it failed on the configuration, the models or the memory, and none of them heals by trying.
+@serve.deployment(
+    max_constructor_retry_count=1,
+    health_check_period_s=2,
+    health_check_timeout_s=30,
+    graceful_shutdown_wait_loop_s=0.5,
+    graceful_shutdown_timeout_s=5,
+)
+class EngineReplica:
+    """Hosts the engine of `config`.
+
+    user_config: {"policy": name, "settings": {...}}; a new value switches the policy of running replicas in place, and a
+    restarted replica comes up with it.
+    """
+
+    def __init__(self, config: DsdeConfig) -> None:
+        # Imported here: the process that only builds the application needs no vLLM.
+        from dsde.engine.local import LocalEngine
+
+        self._policy = (config.speculation.policy, config.speculation.settings)
+        self._taken = 0
+        self._engine = LocalEngine.start(config)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Switch the policy. Raises ValueError naming the setting, its value and what is accepted."""
+        unknown = sorted(set(user_config) - {"policy", "settings"})
+        if unknown or "policy" not in user_config:
+            raise ValueError(f"user_config {user_config!r}: accepted keys are policy (required) and settings")
+        policy = (user_config["policy"], user_config.get("settings") or {})
+        if policy != self._policy:
+            await self._engine.set_policy(*policy)
+            self._policy = policy
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
+        """Stream the vLLM outputs of one request; cancelling the call aborts it in the engine."""
+        self._taken += 1
+        outputs = self._engine.generate(call)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def vllm_config(self) -> Any:
+        """The engine's resolved VllmConfig, from which an ingress builds its client."""
+        return self._engine.vllm_config
+
+    async def check_health(self) -> None:
+        """Raise when the engine has died; Serve then replaces this replica."""
+        await self._engine.check_health()
+
+    async def healthy(self) -> bool:
+        """Whether the engine lives, as an answer rather than an error."""
+        try:
+            await self._engine.check_health()
+        except Exception:
+            return False
+        return True
+
+    async def load(self) -> dict[str, int]:
+        """`taken`: requests since the start; `unfinished`: those the engine still has, waiting ones included."""
+        return {"taken": self._taken, "unfinished": self._engine.num_unfinished_requests}
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()

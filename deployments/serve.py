@@ -1,0 +1,274 @@
+"""`dsde serve`: a local Ray, the application on it, progress while it comes up, and nothing left when it stops.
+
+The application is deployed through Serve's REST API as a declarative one, so that `serve deploy`, `serve status` and a
+change of user_config work on it as on any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray import serve
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+from deployments.app import policy_config
+from dsde.config import DsdeConfig
+from dsde.engine.plugin import model_paths, served_name
+
+__all__ = ["run", "switch_policy"]
+
+_APP = "dsde"
+_ENGINES = "EngineReplica"
+_GIB = 2**30
+# Measured with the embedded pair on CPU: Ray, Serve, the ingress and the driver; then a replica beside its weights and cache.
+_BASE_GIB = 2.5
+_REPLICA_GIB = 1.5
+_OBJECT_STORE_BYTES = 200 * 2**20
+_POLL_S = 0.5
+_SILENCE_S = 10.0
+
+
+class _Refused(Exception):
+    """The application cannot come up; the text says why and what to change."""
+
+
+class _Stopped(BaseException):
+    """SIGINT or SIGTERM."""
+
+
+class _Progress:
+    """Lines with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._start:6.1f} s] {text}", flush=True)
+
+
+def run(config: DsdeConfig) -> int:
+    """Serve `config` in the foreground until SIGINT or SIGTERM; returns the process's exit status.
+
+    0 after a requested stop; 1 when it cannot start: the reason stands on stderr, and nothing is left running.
+    """
+    progress = _Progress()
+    try:
+        with _stop_signals():
+            port = _free_port("serving.port", config.serving.host, config.serving.port)
+            dashboard_port = _free_port("serving.dashboard_port", "127.0.0.1", config.serving.dashboard_port)
+            _check_cores(config)
+            _check_memory(config)
+            with _local_ray(config, dashboard_port, progress):
+                # Ray takes the signals over when it starts.
+                with _stop_signals():
+                    dashboard = f"http://127.0.0.1:{dashboard_port}"
+                    client = _serve_client(dashboard)
+                    _deploy(config, client, port, progress)
+                    _await_ready(client, progress)
+                    print(_banner(config, port, dashboard), flush=True)
+                    while True:
+                        signal.pause()
+    except _Stopped:
+        progress.say("stopped")
+        return 0
+    except _Refused as error:
+        print(f"dsde serve: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def switch_policy(policy: str, settings: dict[str, Any], dashboard: str = "http://127.0.0.1:8265") -> None:
+    """Switch the policy of every replica of a running application, in place, and of replicas yet to come.
+
+    dashboard: base URL of the application's Ray dashboard. Returns when Serve has taken the change; it reaches the replicas
+    within seconds. Raises RuntimeError with Serve's reason.
+    """
+    client = _serve_client(dashboard)
+    running = client.get_serve_details()
+    deployed = [app["deployed_app_config"] for app in running["applications"].values()]
+    for app in deployed:
+        others = [one for one in app.get("deployments", []) if one["name"] != _ENGINES]
+        app["deployments"] = [*others, {"name": _ENGINES, "user_config": policy_config(policy, settings)}]
+    instance = {key: running[key] for key in ("proxy_location", "http_options")}
+    client.deploy_applications({**instance, "applications": deployed})
+
+
+def _serve_client(dashboard: str) -> ServeSubmissionClient:
+    # Ray's client goes through the environment's proxy, which has no business with loopback.
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+    return ServeSubmissionClient(dashboard)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[None]:
+    def stop(signum: int, frame: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise _Stopped
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)
+
+
+def _free_port(setting: str, host: str, port: int) -> int:
+    """`port`, or a free one when it is 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = os.strerror(error.errno or 0).lower()
+            raise _Refused(f"{setting} = {port} on {host}: {reason}; free the port or choose another (0 = any free one)") from None
+        return int(probe.getsockname()[1])
+
+
+def _check_cores(config: DsdeConfig) -> None:
+    needed = config.serving.replicas * config.serving.cpus_per_replica
+    cores = len(os.sched_getaffinity(0))
+    if needed > cores:
+        raise _Refused(
+            f"serving.replicas = {config.serving.replicas} of serving.cpus_per_replica = {config.serving.cpus_per_replica:g} "
+            f"need {needed:g} cores, this machine has {cores}"
+        )
+
+
+def _check_memory(config: DsdeConfig) -> None:
+    """Refuse what cannot fit a CPU machine; weights are counted where they are local files."""
+    if config.serving.device != "cpu":
+        return
+    paths = [Path(path) for path in model_paths(config)]
+    weights = sum(file.stat().st_size for path in paths if path.is_dir() for file in path.glob("*.safetensors")) / _GIB
+    replica = weights + (config.engine.kv_cache_gib or 0) + _REPLICA_GIB
+    needed = _BASE_GIB + config.serving.replicas * replica
+    available = psutil.virtual_memory().available / _GIB
+    if needed > available:
+        raise _Refused(
+            f"about {needed:.1f} GiB of memory are needed, {available:.1f} GiB are available: serving.replicas = "
+            f"{config.serving.replicas} of {replica:.1f} GiB each (weights {weights:.1f}, engine.kv_cache_gib "
+            f"{config.engine.kv_cache_gib or 0:g}); lower either, or serve a smaller pair"
+        )
+
+
+@contextmanager
+def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> Iterator[None]:
+    """A Ray of our own for the time of the block; afterwards none of its processes is left."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    progress.say("starting Ray")
+    try:
+        try:
+            ray.init(
+                address="local",
+                num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=True,
+                dashboard_host="127.0.0.1",
+                dashboard_port=dashboard_port,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except Exception as error:
+            raise _Refused(f"Ray did not start: {error}") from error
+        yield
+    finally:
+        progress.say("stopping")
+        started = psutil.Process().children(recursive=True)
+        if ray.is_initialized():
+            serve.shutdown()
+            progress.say("DBG serve down")
+            ray.shutdown()
+            progress.say("DBG ray down")
+        _, alive = psutil.wait_procs(started, timeout=3)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=3)
+
+
+def _deploy(config: DsdeConfig, client: ServeSubmissionClient, port: int, progress: _Progress) -> None:
+    progress.say(
+        f"deploying {config.serving.replicas} engine replica(s) of {served_name(config)} and the ingress: "
+        "each loads vLLM, then the target and the draft"
+    )
+    body = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": config.serving.host, "port": port},
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "applications": [
+            {
+                "name": _APP,
+                "route_prefix": "/",
+                "import_path": "deployments.app:build_app",
+                "args": config.model_dump(mode="json"),
+            }
+        ],
+    }
+    try:
+        client.deploy_applications(body)
+    except RuntimeError as error:
+        raise _Refused(f"Serve refused the application: {error}") from error
+
+
+def _await_ready(client: ServeSubmissionClient, progress: _Progress) -> None:
+    """Return when the application serves; raise _Refused with the cause when it never will."""
+    said, said_at = "", time.monotonic()
+    while True:
+        app = client.get_serve_details()["applications"].get(_APP, {})
+        status = app.get("status")
+        if status == "RUNNING":
+            return
+        if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise _Refused(f"the application did not start: {_cause(app)}")
+        state = _state(app)
+        if state != said or time.monotonic() - said_at > _SILENCE_S:
+            progress.say(state)
+            said, said_at = state, time.monotonic()
+        time.sleep(_POLL_S)
+
+
+def _state(app: dict[str, Any]) -> str:
+    parts = []
+    for name, deployment in sorted(app.get("deployments", {}).items()):
+        replicas = deployment["replicas"]
+        running = sum(replica["state"] == "RUNNING" for replica in replicas)
+        parts.append(f"{name} {running}/{deployment['target_num_replicas']} ready")
+    return ", ".join(parts) or "building the application"
+
+
+def _cause(app: dict[str, Any]) -> str:
+    messages = [deployment["message"] for deployment in app.get("deployments", {}).values() if deployment["message"]]
+    return "\n".join(messages) or app.get("message", "Serve gives no reason")
+
+
+def _banner(config: DsdeConfig, port: int, dashboard: str) -> str:
+    host = "127.0.0.1" if config.serving.host in ("0.0.0.0", "::") else config.serving.host
+    url = f"http://{host}:{port}"
+    name = served_name(config)
+    return f"""
+dsde serves {name} with policy {config.speculation.policy}
+
+  OpenAI API     {url}/v1
+  health         {url}/health
+  Ray dashboard  {dashboard}  (asks for the token that `ray get-auth-token` prints)
+  Ray address    {ray.get_runtime_context().gcs_address}
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
+
+Ctrl-C stops it.
+"""

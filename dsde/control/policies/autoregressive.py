@@ -1,0 +1,39 @@
+"""Policy `autoregressive`: nobody speculates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsde.control.history import Recent
+from dsde.control.policies.base import Proposal, Signals
+from dsde.control.policies.paper import Paper, PaperSettings
+
+__all__ = ["Autoregressive", "AutoregressiveSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class AutoregressiveSettings:
+    """It has none."""
+
+
+class Autoregressive:
+    """Length 0 for every request; steps drafted before a switch to it are still measured as in `paper`."""
+
+    name = "autoregressive"
+
+    def __init__(self, settings: AutoregressiveSettings, max_length: int) -> None:
+        self.settings = settings
+        self._measure = Paper(PaperSettings(), max_length)
+        self.warmup_tokens = self._measure.warmup_tokens
+
+    def signals(self, recent: Recent) -> Signals:
+        """As in `paper`."""
+        return self._measure.signals(recent)
+
+    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+        """Zeros."""
+        lengths = torch.zeros_like(limits)
+        return Proposal(lengths, lengths)

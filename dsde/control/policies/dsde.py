@@ -1,0 +1,68 @@
+"""The DSDE rule (arXiv 2509.01083) that `paper` and `reference` share: calibrate, predict, cap.
+
+The presets differ in windows, SL_max and SL_min, warm-up length and rounding; each fills these in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from dsde.control.history import Recent
+from dsde.control.policies.base import Proposal, Signals
+
+__all__ = ["EPS", "DsdeRule"]
+
+EPS = 1e-8
+"""Keeps a ratio finite where its denominator is 0."""
+
+
+class DsdeRule(ABC):
+    """Predicts SL_hat per request and caps it with the batch's mean.
+
+    A calibrating request runs its warm-up length. It has no prediction yet, so it is neither in the cap's mean nor cut.
+    """
+
+    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+        """SL_hat = (1 - SF WVIR)(SL_max - SL_min) + SL_min if SF WVIR <= 1, else SL_min; SL_cap = mean_i SL_hat_i."""
+        longest = self.longest(recent, limits)
+        shortest = self.shortest(longest)
+        penalty = self.signals(recent).penalty
+        stable = (1.0 - penalty) * (longest - shortest) + shortest
+        predicted = torch.minimum(torch.where(penalty <= 1.0, stable, shortest), limits)
+        return self.capped(predicted, torch.minimum(self.warmup(recent), limits), recent.calibrating)
+
+    @abstractmethod
+    def signals(self, recent: Recent) -> Signals:
+        """SF and WVIR of each request."""
+
+    @abstractmethod
+    def longest(self, recent: Recent, limits: Tensor) -> Tensor:
+        """SL_max, [B] float64, from the calibration."""
+
+    @abstractmethod
+    def shortest(self, longest: Tensor) -> Tensor:
+        """SL_min, [B] float64, never above SL_max."""
+
+    @abstractmethod
+    def warmup(self, recent: Recent) -> Tensor:
+        """Length of a calibrating request, [B] float64."""
+
+    @abstractmethod
+    def round(self, lengths: Tensor) -> Tensor:
+        """Real lengths to whole draft tokens."""
+
+    @abstractmethod
+    def cap(self, predicted: Tensor) -> Tensor:
+        """SL_cap of the predictions [C] of the requests that are past calibration, a whole number of draft tokens."""
+
+    def capped(self, predicted: Tensor, warmup: Tensor, calibrating: Tensor) -> Proposal:
+        """Whole lengths and their caps; a calibrating request's cap is its own length."""
+        lengths = torch.where(calibrating, warmup, self.round(predicted)).long()
+        measured = predicted[~calibrating]
+        if not measured.numel():
+            return Proposal(lengths, lengths)
+        cap = self.cap(measured).long()
+        return Proposal(lengths, torch.where(calibrating, lengths, cap))

@@ -1,0 +1,46 @@
+"""Policy `static`: every request drafts K tokens at every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsde.control.history import Recent
+from dsde.control.policies.base import Proposal, Signals, check_number
+from dsde.control.policies.paper import Paper, PaperSettings
+
+__all__ = ["Static", "StaticSettings"]
+
+DEFAULT_LENGTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StaticSettings:
+    """length: K in draft tokens, 0 = no speculation; None = 4, or the longest length where that is shorter."""
+
+    length: int | None = None
+
+
+class Static:
+    """K draft tokens for everyone; no cap. Stability is measured as the paper's preset measures it."""
+
+    name = "static"
+
+    def __init__(self, settings: StaticSettings, max_length: int) -> None:
+        if settings.length is not None:
+            check_number("length", settings.length, 0, max_length, integer=True)
+        self.settings = StaticSettings(min(DEFAULT_LENGTH, max_length) if settings.length is None else settings.length)
+        self._length = self.settings.length
+        self._measure = Paper(PaperSettings(), max_length)
+        self.warmup_tokens = self._measure.warmup_tokens
+
+    def signals(self, recent: Recent) -> Signals:
+        """As in `paper`."""
+        return self._measure.signals(recent)
+
+    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+        """min(K, limit) for each request."""
+        lengths = torch.clamp(limits, max=self._length)
+        return Proposal(lengths, lengths)

@@ -1,0 +1,114 @@
+"""One vLLM engine in this process's care: start, generate, health, policy, stop."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from dsde.config import DsdeConfig
+from dsde.engine.plugin import engine_arguments
+from dsde.engine.remote import EngineUnavailable, GenerateCall
+
+__all__ = ["EngineStartError", "LocalEngine"]
+
+# A line that names an exception, after the process and time that vLLM writes before it.
+_EXCEPTION_LINE = re.compile(r"^(?:\([\w ]+pid=\d+\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)$", re.MULTILINE)
+
+
+class EngineStartError(RuntimeError):
+    """The engine did not start; the text is the cause, in one line."""
+
+
+class LocalEngine:
+    """An AsyncLLM under DSDE control."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    @classmethod
+    def start(cls, config: DsdeConfig) -> LocalEngine:
+        """Load the models and start the engine's process; takes tens of seconds.
+
+        Raises EngineStartError.
+        """
+        offsets = _output_sizes()
+        try:
+            return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config))))
+        except Exception as error:
+            raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        """The configuration as vLLM resolved it, for a RemoteEngineClient elsewhere."""
+        return self._engine.vllm_config
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the outputs of one request; closing the generator or cancelling its task aborts it in the engine.
+
+        Raises EngineUnavailable when the engine has died, VLLMValidationError for what it refuses.
+        """
+        outputs = self._engine.generate(
+            dict(call.prompt),  # type: ignore[arg-type]
+            call.sampling_params,
+            call.request_id,
+            lora_request=call.lora_request,
+            trace_headers=call.trace_headers,
+            priority=call.priority,
+            session_id=call.session_id,
+            reasoning_ended=call.reasoning_ended,
+            reasoning_parser_kwargs=call.reasoning_parser_kwargs,
+        )
+        try:
+            async for output in outputs:
+                # The client has the prompt; sending it back with every token would cost more than the token.
+                output.prompt = None
+                output.prompt_token_ids = None
+                yield output
+        except EngineDeadError:
+            raise EngineUnavailable("the engine of this request died; send it again") from None
+        finally:
+            await outputs.aclose()
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError when the engine's process has died."""
+        await self._engine.check_health()
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests this engine has not finished, waiting ones included."""
+        return self._engine.get_num_unfinished_requests()
+
+    async def set_policy(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Switch the policy of the requests that choose none themselves, from the next step on."""
+        await self._engine.collective_rpc("set_speculation_policy", args=(name, dict(settings)))
+
+    def shutdown(self) -> None:
+        """Stop the engine's process and wait for it."""
+        self._engine.shutdown()
+
+
+def _output_sizes() -> dict[str, int]:
+    """Path and size in bytes of this process's stdout and stderr, where they are files."""
+    paths = {os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)}
+    return {path: os.path.getsize(path) for path in sorted(paths) if os.path.isfile(path)}
+
+
+def _cause(offsets: Mapping[str, int]) -> str | None:
+    """The first exception that the engine's processes wrote after `offsets`.
+
+    They inherit our output, and what vLLM raises here only points at it ("see root cause above").
+    """
+    for path, offset in offsets.items():
+        with open(path, errors="replace") as output:
+            output.seek(offset)
+            if found := _EXCEPTION_LINE.search(output.read()):
+                return found.group(1)
+    return None

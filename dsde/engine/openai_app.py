@@ -1,0 +1,40 @@
+"""vLLM's own OpenAI application over any EngineClient: chat templates, tools, logprobs, structured output, SSE.
+
+Nothing of the API is ours; what is decided here is which of vLLM's switches are on.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+from fastapi import FastAPI
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+__all__ = ["build_openai_app"]
+
+
+async def build_openai_app(client: EngineClient, served_name: str) -> FastAPI:
+    """The application, ready to serve the model under `served_name`."""
+    tasks = await client.get_supported_tasks()
+    arguments = _arguments(client.model_config.model, served_name)
+    app = build_app(arguments, tasks, client.model_config)
+    await init_app_state(client, app.state, arguments, tasks)
+    # vLLM's error handler asks this server to exit when its engine has died; ours outlives its engines.
+    app.state.server = SimpleNamespace()
+    return app
+
+
+def _arguments(model: str, served_name: str) -> Namespace:
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    arguments.model = model
+    arguments.served_model_name = [served_name]
+    arguments.enable_per_request_metrics = True
+    arguments.enable_prompt_tokens_details = True
+    # This switch starts a loop that logs an in-process engine's statistics; engines behind a client log their own.
+    arguments.disable_log_stats = True
+    return arguments

@@ -1,0 +1,53 @@
+"""What one request may ask of the controller: `vllm_xargs` of an OpenAI body, SamplingParams.extra_args in vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from dsde.control.policies import policy_names
+
+__all__ = ["RequestOptions", "parse"]
+
+_PREFIX = "dsde_"
+_POLICY = "dsde_policy"
+_MAX_LENGTH = "dsde_max_length"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """A request's own choices; None leaves the engine's setting in force.
+
+    policy: name of the policy that sets this request's speculation length.
+    max_length: longest speculation length of this request in draft tokens, 0 = no speculation.
+    """
+
+    policy: str | None = None
+    max_length: int | None = None
+
+
+def parse(extra_args: Mapping[str, Any] | None, max_length: int) -> RequestOptions:
+    """Read the `dsde_*` keys of `extra_args`; every other key is somebody else's and ignored.
+
+    `max_length` is the engine's longest speculation length in draft tokens. Raises VLLMValidationError (HTTP 400) naming
+    the field, the value and what is accepted.
+    """
+    given = {key: value for key, value in (extra_args or {}).items() if key.startswith(_PREFIX)}
+    for key in given:
+        if key not in (_POLICY, _MAX_LENGTH):
+            raise _refusal(key, given[key], f"there is no such option; accepted: {_POLICY}, {_MAX_LENGTH}")
+    policy = given.get(_POLICY)
+    if policy is not None and policy not in policy_names():
+        raise _refusal(_POLICY, policy, f"accepted: {', '.join(policy_names())}")
+    length = given.get(_MAX_LENGTH)
+    # bool is an int to Python, and JSON's true is no length.
+    if length is not None and (type(length) is not int or not 0 <= length <= max_length):
+        raise _refusal(_MAX_LENGTH, length, f"accepted: an integer from 0 to {max_length} draft tokens")
+    return RequestOptions(policy=policy, max_length=length)
+
+
+def _refusal(key: str, value: Any, accepted: str) -> VLLMValidationError:
+    return VLLMValidationError(f"vllm_xargs.{key} = {value!r}: {accepted}", parameter=f"vllm_xargs.{key}")

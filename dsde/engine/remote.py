@@ -1,0 +1,217 @@
+"""vLLM's EngineClient over an engine that lives elsewhere.
+
+The client renders, validates and finishes answers; one asynchronous `generate` callable does the rest, and how it reaches
+an engine is its own affair. Token ids and sampling parameters cross, text does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import RetryableRequestError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+
+from dsde.engine.figures import attach_figures
+from dsde.engine.options import parse
+
+__all__ = ["EngineUnavailable", "Generate", "GenerateCall", "RemoteEngineClient"]
+
+
+class EngineUnavailable(Exception):
+    """No engine took the request, or the one that did went away; the caller may send it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One request on its way to an engine; every part pickles.
+
+    prompt: vLLM's engine input (`type`, `prompt_token_ids`, ...) without the prompt's text.
+    sampling_params: as the OpenAI layer made them, the `dsde_*` options in extra_args.
+    request_id: the id the answer carries; an engine makes its own unique one from it.
+    priority: lower is sooner, used by engines with priority scheduling.
+    """
+
+    prompt: Mapping[str, Any]
+    sampling_params: SamplingParams
+    request_id: str
+    priority: int = 0
+    lora_request: LoRARequest | None = None
+    trace_headers: Mapping[str, str] | None = None
+    session_id: str | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+
+
+Generate = Callable[[GenerateCall], AsyncGenerator[RequestOutput, None]]
+
+
+class RemoteEngineClient(EngineClient):
+    """An EngineClient for vLLM's OpenAI application.
+
+    generate: streams one request's outputs. Closing the generator must abort the request. It raises vLLM's own errors as
+        they are, and EngineUnavailable when no engine can answer.
+    check_engines: raises EngineUnavailable when no engine is healthy.
+    max_length: longest speculation length in draft tokens.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, generate: Generate, check_engines: Callable[[], Awaitable[None]], max_length: int
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._generate = generate
+        self._check_engines = check_engines
+        self._max_length = max_length
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Check the request at once, then stream its outputs.
+
+        Not a coroutine: a refused option must raise before a streaming answer has sent its status. Raises
+        VLLMValidationError for a bad `dsde_*` option, TypeError for a prompt that vLLM's renderer did not make.
+        """
+        parse(sampling_params.extra_args, self._max_length)
+        if not isinstance(prompt, dict) or "type" not in prompt:
+            raise TypeError(f"prompt is a {type(prompt).__name__}: a remote engine takes the renderer's engine inputs")
+        call = GenerateCall(
+            prompt={key: value for key, value in prompt.items() if key != "prompt"},
+            sampling_params=sampling_params,
+            request_id=request_id,
+            priority=priority,
+            lora_request=lora_request,
+            trace_headers=dict(trace_headers) if trace_headers else None,
+            session_id=session_id,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
+        )
+        return self._stream(call, prompt_text or prompt.get("prompt"))
+
+    async def _stream(self, call: GenerateCall, prompt_text: str | None) -> AsyncGenerator[RequestOutput, None]:
+        outputs = self._generate(call)
+        try:
+            async for output in outputs:
+                output.prompt = prompt_text
+                output.prompt_token_ids = call.prompt.get("prompt_token_ids")
+                attach_figures(output, self._max_length)
+                yield output
+        except EngineUnavailable as error:
+            raise RetryableRequestError(str(error)) from error
+        finally:
+            await outputs.aclose()
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError, which the OpenAI application answers as 503, when no engine is healthy."""
+        try:
+            await self._check_engines()
+        except EngineUnavailable as error:
+            raise EngineDeadError() from error
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    # Engines come and go behind this client: it never dies with one of them, and check_health is where they are asked.
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    @property
+    def errored(self) -> bool:
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        return EngineDeadError()
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Engines log their own."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.renderer.shutdown()
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, kv_transfer_params: dict[str, Any], *, data_parallel_rank: int | None = None
+    ) -> None:
+        """Nothing is pinned: this client knows no KV connector."""
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        raise _refused("abort: close the request's generator")
+
+    def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        raise _refused("encode")
+
+    async def start_profile(self, *args: Any, **kwargs: Any) -> None:
+        raise _refused("start_profile")
+
+    async def stop_profile(self) -> None:
+        raise _refused("stop_profile")
+
+    async def reset_mm_cache(self) -> None:
+        raise _refused("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        raise _refused("reset_encoder_cache")
+
+    async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        raise _refused("reset_prefix_cache")
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> None:
+        raise _refused("sleep")
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        raise _refused("wake_up")
+
+    async def release_kv_cache_memory(self) -> None:
+        raise _refused("release_kv_cache_memory")
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        raise _refused("add_lora")
+
+    async def pause_generation(self, *args: Any, **kwargs: Any) -> None:
+        raise _refused("pause_generation")
+
+    async def resume_generation(self) -> None:
+        raise _refused("resume_generation")
+
+
+def _refused(call: str) -> NotImplementedError:
+    return NotImplementedError(f"{call}: not offered by an engine behind a remote client")

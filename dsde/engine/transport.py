@@ -1,0 +1,134 @@
+"""How observations go up and figures go out.
+
+Up: the worker hangs a WorkerReport on vLLM's ModelRunnerOutput as a plain attribute, and the scheduler joins it with what
+it knows itself into a StepObservation. Out: figures leave as one entry of RequestOutput.kv_transfer_params.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from dsde.control.records import SpeculationPlan, StepObservation
+
+__all__ = ["FIGURES_KEY", "PolicyChange", "WorkerReport", "attach_plan", "attach_report", "observation", "plan_of", "report_of"]
+
+FIGURES_KEY = "dsde"
+_REPORT = "dsde_report"
+_PLAN = "dsde_plan"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    """A new default policy on its way to the controller."""
+
+    policy: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What the worker measured in one engine step.
+
+    request_ids, num_draft_tokens: the requests whose drafts were verified, in batch order, and how many of each.
+    kld, overlap: [N] float32 on the host, see StepObservation.
+    draft_step_ms: mean time of a draft step, None when nothing was drafted.
+    policy_change: set once per set_speculation_policy() call.
+    """
+
+    request_ids: tuple[str, ...] = ()
+    num_draft_tokens: tuple[int, ...] = ()
+    kld: torch.Tensor | None = None
+    overlap: torch.Tensor | None = None
+    draft_step_ms: float | None = None
+    policy_change: PolicyChange | None = None
+
+
+def attach_report(output: ModelRunnerOutput, report: WorkerReport) -> None:
+    """Hang the report on vLLM's output; the pickle between worker and scheduler carries it as it is."""
+    setattr(output, _REPORT, report)
+
+
+def report_of(output: ModelRunnerOutput) -> WorkerReport:
+    """The report of this output, empty where the worker had nothing to say."""
+    report = getattr(output, _REPORT, None)
+    return report if report is not None else WorkerReport()
+
+
+def attach_plan(output: SchedulerOutput, plan: SpeculationPlan) -> None:
+    """Remember which plan the drafting of this engine step followed."""
+    setattr(output, _PLAN, plan)
+
+
+def plan_of(output: SchedulerOutput) -> SpeculationPlan | None:
+    """The plan attached to this engine step, None for one that planned nothing."""
+    return getattr(output, _PLAN, None)
+
+
+def observation(
+    report: WorkerReport, scheduled: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
+) -> StepObservation:
+    """Join the worker's report with the scheduler's view, before the scheduler books this step's tokens.
+
+    A request decodes when it emits tokens and has emitted some before; its drafts are the ones that were scheduled,
+    its accepted drafts are what it emits less the bonus token.
+    """
+    ids: list[str] = []
+    drafted: list[int] = []
+    accepted: list[int] = []
+    temperature: list[float] = []
+    for request_id in scheduled.num_scheduled_tokens:
+        request = requests.get(request_id)
+        if request is None or request.num_output_tokens == 0 or request.sampling_params is None:
+            continue
+        index = output.req_id_to_index.get(request_id)
+        emitted = output.sampled_token_ids[index] if index is not None and output.sampled_token_ids else []
+        if not emitted:
+            continue
+        ids.append(request_id)
+        drafted.append(len(scheduled.scheduled_spec_decode_tokens.get(request_id, ())))
+        accepted.append(len(emitted) - 1)
+        temperature.append(request.sampling_params.temperature)
+    count = torch.tensor(drafted, dtype=torch.int64)
+    kld, overlap = _positions(report, ids, drafted)
+    return StepObservation(
+        request_ids=tuple(ids),
+        num_draft_tokens=count,
+        num_accepted_tokens=torch.tensor(accepted, dtype=torch.int64),
+        kld=kld,
+        overlap=overlap,
+        temperature=torch.tensor(temperature, dtype=torch.float32),
+        draft_step_ms=report.draft_step_ms,
+    )
+
+
+def _positions(report: WorkerReport, ids: list[str], drafted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reorder the report's ragged positions to `ids`; NaN where the report lacks a request or counts other drafts."""
+    total = sum(drafted)
+    kld = torch.full((total,), torch.nan)
+    overlap = torch.full((total,), torch.nan)
+    if report.kld is None or report.overlap is None:
+        return kld, overlap
+    spans: dict[str, tuple[int, int]] = {}
+    start = 0
+    for request_id, length in zip(report.request_ids, report.num_draft_tokens, strict=True):
+        spans[request_id] = (start, length)
+        start += length
+    target: list[int] = []
+    source: list[int] = []
+    start = 0
+    for request_id, length in zip(ids, drafted, strict=True):
+        begin, measured = spans.get(request_id, (0, -1))
+        if measured == length:
+            target += range(start, start + length)
+            source += range(begin, begin + length)
+        start += length
+    kld[target] = report.kld[source]
+    overlap[target] = report.overlap[source]
+    return kld, overlap

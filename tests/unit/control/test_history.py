@@ -1,0 +1,120 @@
+"""Ring, slots and calibration of the history."""
+
+import pytest
+import torch
+
+from dsde.control.history import WINDOW, History
+
+
+def append(
+    history: History,
+    slots: list[int],
+    klds: list[list[float]],
+    accepted: list[int],
+    usable: list[bool] | None = None,
+    temperature: float = 0.0,
+) -> None:
+    drafted = torch.tensor([len(step) for step in klds])
+    history.append(
+        torch.tensor(slots),
+        drafted,
+        torch.tensor(accepted),
+        torch.full((len(slots),), temperature),
+        torch.repeat_interleave(drafted),
+        torch.tensor([kld for step in klds for kld in step], dtype=torch.float64),
+        torch.tensor([sum(step) for step in klds], dtype=torch.float64),
+        torch.tensor([max(step, default=0.0) for step in klds], dtype=torch.float64),
+        torch.tensor([bool(step) for step in klds] if usable is None else usable),
+    )
+
+
+def newest(history: History, slot: int) -> list[float]:
+    recent = history.recent(torch.tensor([slot]))
+    count = int(recent.count)
+    return recent.kld[0, WINDOW - count :].tolist()
+
+
+def test_ragged_steps_stand_in_order_of_age() -> None:
+    history = History(3)
+    a, b, c = (history.allocate(30) for _ in range(3))
+    append(history, [c, a, b], [[1.0, 2.0], [], [3.0]], [0, 0, 0])
+    append(history, [a, b, c], [[4.0], [5.0, 6.0, 7.0], [8.0]], [0, 0, 0])
+    assert newest(history, a) == [4.0]
+    assert newest(history, b) == [3.0, 5.0, 6.0, 7.0]
+    assert newest(history, c) == [1.0, 2.0, 8.0]
+
+
+def test_the_ring_keeps_the_newest_window() -> None:
+    history = History(2)
+    a, b = history.allocate(30), history.allocate(30)
+    for step in range(14):
+        append(history, [a, b], [[step * 3.0 + i for i in range(3)], [100.0 + step]], [0, 0])
+    assert newest(history, a) == [float(value) for value in range(12, 42)]
+    assert newest(history, b) == [100.0 + step for step in range(14)]
+
+
+def test_one_step_longer_than_the_window_keeps_its_newest() -> None:
+    history = History(2)
+    a, b = history.allocate(30), history.allocate(30)
+    append(history, [a, b], [[float(value) for value in range(70)], [0.5]], [0, 0])
+    append(history, [a, b], [[70.0], [0.25]], [0, 0])
+    assert newest(history, a) == [float(value) for value in range(41, 71)]
+    assert newest(history, b) == [0.5, 0.25]
+
+
+def test_calibration_counts_draft_tokens_and_then_freezes() -> None:
+    history = History(1)
+    slot = history.allocate(5)
+    append(history, [slot], [[0.1, 0.3]], [2])
+    append(history, [slot], [[0.2]], [0])
+    assert history.recent(torch.tensor([slot])).calibrating.item()
+    # 3 < 5 tokens so far, so this step still belongs to the calibration: (.1 + .3 + .2 + .6 + .3) / 5 = .3.
+    append(history, [slot], [[0.6, 0.3]], [1])
+    append(history, [slot], [[9.0, 9.0, 9.0]], [3], temperature=0.5)
+    recent = history.recent(torch.tensor([slot]))
+    assert not recent.calibrating.item()
+    assert (recent.accepted_max.item(), recent.full_steps.item()) == (2.0, 1.0)
+    assert recent.kld_mean_pre.item() == pytest.approx(0.3)
+    assert recent.kld_max_pre.item() == pytest.approx(0.6)
+    assert (recent.kld_last.item(), recent.temperature.item()) == (9.0, 0.5)
+
+
+def test_an_unusable_step_leaves_the_signals_and_counts_its_tokens() -> None:
+    history = History(1)
+    slot = history.allocate(4)
+    append(history, [slot], [[0.25, 0.75]], [1])
+    append(history, [slot], [[float("nan"), 3.0]], [2], usable=[False])
+    recent = history.recent(torch.tensor([slot]))
+    assert newest(history, slot) == [0.25, 0.75]
+    assert (recent.kld_last.item(), recent.kld_mean_pre.item(), recent.kld_max_pre.item()) == (0.5, 0.5, 0.75)
+    assert (recent.calibrating.item(), recent.accepted_max.item()) == (False, 2.0)
+
+
+def test_a_slot_is_empty_when_it_is_allocated_again() -> None:
+    history = History(1)
+    slot = history.allocate(1)
+    append(history, [slot], [[0.5] * 40], [40])
+    history.release(slot)
+    again = history.allocate(30)
+    recent = history.recent(torch.tensor([again]))
+    assert (again, history.used) == (slot, 1)
+    assert recent.kld.abs().sum().item() == 0.0
+    assert (recent.count.item(), recent.accepted_max.item(), recent.calibrating.item()) == (0, 0.0, True)
+
+
+def test_capacity_is_hard() -> None:
+    history = History(2)
+    history.allocate(30)
+    history.allocate(30)
+    with pytest.raises(RuntimeError, match="all 2 history slots"):
+        history.allocate(30)
+    with pytest.raises(ValueError, match="capacity 0"):
+        History(0)
+
+
+def test_a_changed_warmup_counts_the_tokens_verified_so_far() -> None:
+    history = History(1)
+    slot = history.allocate(30)
+    append(history, [slot], [[0.1] * 10], [0])
+    history.set_warmup(torch.tensor([slot]), 10)
+    assert not history.recent(torch.tensor([slot])).calibrating.item()
