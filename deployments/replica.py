@@ -1,21 +1,25 @@
-"""The engine replica: one vLLM engine per Serve replica, its health the engine's, its policy switchable while it serves."""
+"""The engine replica: one vLLM engine, its health, and its policy, which switches while it serves."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
 from dsde.config import DsdeConfig
+from dsde.control.policies import build_policy
 
 if TYPE_CHECKING:
     from dsde.engine.remote import GenerateCall
 
 __all__ = ["EngineReplica"]
 
+logger = logging.getLogger("ray.serve")
 
-# One failed start is enough: it failed on the configuration, the models or the memory, and none of them heals by trying.
+
+# One failed start is enough: what failed is the configuration, the models or the memory, and none heals by trying.
 @serve.deployment(
     max_constructor_retry_count=1,
     health_check_period_s=2,
@@ -26,27 +30,42 @@ __all__ = ["EngineReplica"]
 class EngineReplica:
     """Hosts the engine of `config`.
 
-    user_config: {"policy": name, "settings": {...}}; a new value switches the policy of running replicas in place, and a
-    restarted replica comes up with it.
+    user_config: {"policy": name, "settings": {...}}; a new value switches the policy of running replicas in place, and
+    a restarted replica comes up with it.
     """
 
     def __init__(self, config: DsdeConfig) -> None:
         # Imported here: the process that only builds the application needs no vLLM.
         from dsde.engine.local import LocalEngine
 
-        self._policy = (config.speculation.policy, config.speculation.settings)
+        self._config = config
+        self._policy: tuple[str, dict[str, Any]] | None = None
         self._taken = 0
         self._engine = LocalEngine.start(config)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Switch the policy. Raises ValueError naming the setting, its value and what is accepted."""
-        unknown = sorted(set(user_config) - {"policy", "settings"})
-        if unknown or "policy" not in user_config:
-            raise ValueError(f"user_config {user_config!r}: accepted keys are policy (required) and settings")
-        policy = (user_config["policy"], user_config.get("settings") or {})
-        if policy != self._policy:
+        """Switch the policy; Serve calls this once at the start and at every change of user_config.
+
+        Raises ValueError naming the setting, its value and what is accepted, but only at the start: Serve would replace
+        a running replica that raises, and again with the same value, so a running one logs the reason and stays.
+        """
+        try:
+            policy = self._checked(user_config)
+        except ValueError as error:
+            if self._policy is None:
+                raise
+            logger.error("policy stays %s: %s", self._policy[0], error)
+            return
+        if policy != (self._policy or (self._config.speculation.policy, self._config.speculation.settings)):
             await self._engine.set_policy(*policy)
-            self._policy = policy
+        self._policy = policy
+
+    def _checked(self, user_config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        if "policy" not in user_config or set(user_config) - {"policy", "settings"}:
+            raise ValueError(f"user_config {user_config!r}: accepted are policy and, if wanted, settings")
+        name, settings = user_config["policy"], user_config.get("settings") or {}
+        build_policy(name, settings, self._config.speculation.max_length)
+        return name, settings
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
         """Stream the vLLM outputs of one request; cancelling the call aborts it in the engine."""

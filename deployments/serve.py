@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,16 +24,14 @@ from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from deployments.app import policy_config
 from dsde.config import DsdeConfig
-from dsde.engine.plugin import model_paths, served_name
+from dsde.control.policies import build_policy
+from dsde.engine.plugin import served_name
 
 __all__ = ["run", "switch_policy"]
 
 _APP = "dsde"
 _ENGINES = "EngineReplica"
-_GIB = 2**30
-# Measured with the embedded pair on CPU: Ray, Serve, the ingress and the driver; then a replica beside its weights and cache.
-_BASE_GIB = 2.5
-_REPLICA_GIB = 1.5
+# Tokens and settings cross between replicas; Ray's default store is a third of the machine.
 _OBJECT_STORE_BYTES = 200 * 2**20
 _POLL_S = 0.5
 _SILENCE_S = 10.0
@@ -69,17 +66,15 @@ def run(config: DsdeConfig) -> int:
             port = _free_port("serving.port", config.serving.host, config.serving.port)
             dashboard_port = _free_port("serving.dashboard_port", "127.0.0.1", config.serving.dashboard_port)
             _check_cores(config)
-            _check_memory(config)
-            with _local_ray(config, dashboard_port, progress):
-                # Ray takes the signals over when it starts.
-                with _stop_signals():
-                    dashboard = f"http://127.0.0.1:{dashboard_port}"
-                    client = _serve_client(dashboard)
-                    _deploy(config, client, port, progress)
-                    _await_ready(client, progress)
-                    print(_banner(config, port, dashboard), flush=True)
-                    while True:
-                        signal.pause()
+            # Twice, because Ray takes the signals over when it starts.
+            with _local_ray(config, dashboard_port, progress), _stop_signals():
+                dashboard = f"http://127.0.0.1:{dashboard_port}"
+                client = _serve_client(dashboard)
+                _deploy(config, client, port, progress)
+                _await_ready(client, progress)
+                print(_banner(config, port, dashboard), flush=True)
+                while True:
+                    signal.pause()
     except _Stopped:
         progress.say("stopped")
         return 0
@@ -91,13 +86,17 @@ def run(config: DsdeConfig) -> int:
 def switch_policy(policy: str, settings: dict[str, Any], dashboard: str = "http://127.0.0.1:8265") -> None:
     """Switch the policy of every replica of a running application, in place, and of replicas yet to come.
 
-    dashboard: base URL of the application's Ray dashboard. Returns when Serve has taken the change; it reaches the replicas
-    within seconds. Raises RuntimeError with Serve's reason.
+    dashboard: base URL of the application's Ray dashboard, which lets another process in under RAY_AUTH_MODE=token.
+    Returns when Serve has taken the change; it reaches the replicas within seconds. Raises ValueError naming the
+    setting, its value and what is accepted, RuntimeError with Serve's reason.
     """
     client = _serve_client(dashboard)
     running = client.get_serve_details()
-    deployed = [app["deployed_app_config"] for app in running["applications"].values()]
+    deployed = [app["deployed_app_config"] for app in running["applications"].values() if app["name"] == _APP]
+    if not deployed:
+        raise RuntimeError(f"no application {_APP!r} runs at {dashboard}")
     for app in deployed:
+        build_policy(policy, settings, app["args"]["speculation"]["max_length"])
         others = [one for one in app.get("deployments", []) if one["name"] != _ENGINES]
         app["deployments"] = [*others, {"name": _ENGINES, "user_config": policy_config(policy, settings)}]
     instance = {key: running[key] for key in ("proxy_location", "http_options")}
@@ -135,7 +134,9 @@ def _free_port(setting: str, host: str, port: int) -> int:
             probe.bind((host, port))
         except OSError as error:
             reason = os.strerror(error.errno or 0).lower()
-            raise _Refused(f"{setting} = {port} on {host}: {reason}; free the port or choose another (0 = any free one)") from None
+            raise _Refused(
+                f"{setting} = {port} on {host}: {reason}; free the port or choose another (0 = any free one)"
+            ) from None
         return int(probe.getsockname()[1])
 
 
@@ -144,25 +145,8 @@ def _check_cores(config: DsdeConfig) -> None:
     cores = len(os.sched_getaffinity(0))
     if needed > cores:
         raise _Refused(
-            f"serving.replicas = {config.serving.replicas} of serving.cpus_per_replica = {config.serving.cpus_per_replica:g} "
-            f"need {needed:g} cores, this machine has {cores}"
-        )
-
-
-def _check_memory(config: DsdeConfig) -> None:
-    """Refuse what cannot fit a CPU machine; weights are counted where they are local files."""
-    if config.serving.device != "cpu":
-        return
-    paths = [Path(path) for path in model_paths(config)]
-    weights = sum(file.stat().st_size for path in paths if path.is_dir() for file in path.glob("*.safetensors")) / _GIB
-    replica = weights + (config.engine.kv_cache_gib or 0) + _REPLICA_GIB
-    needed = _BASE_GIB + config.serving.replicas * replica
-    available = psutil.virtual_memory().available / _GIB
-    if needed > available:
-        raise _Refused(
-            f"about {needed:.1f} GiB of memory are needed, {available:.1f} GiB are available: serving.replicas = "
-            f"{config.serving.replicas} of {replica:.1f} GiB each (weights {weights:.1f}, engine.kv_cache_gib "
-            f"{config.engine.kv_cache_gib or 0:g}); lower either, or serve a smaller pair"
+            f"serving.replicas = {config.serving.replicas} with serving.cpus_per_replica = "
+            f"{config.serving.cpus_per_replica:g} need {needed:g} cores, this machine has {cores}"
         )
 
 
@@ -179,6 +163,8 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> 
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=True,
                 dashboard_host="127.0.0.1",
+                # Ray's own ports stay on loopback too.
+                _node_ip_address="127.0.0.1",
                 dashboard_port=dashboard_port,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

@@ -88,17 +88,17 @@ def weighted_variance(values: Tensor, counts: Tensor, decay: float) -> Tensor:
     values: [B, W], newest last: the last column has age 0. counts: [B] int64, how many of the last columns are valid,
     at most W; the others must be finite and have weight 0. 0 where fewer than two are valid.
     """
-    weight = _weights(values.shape[-1], decay, values.dtype).index_select(0, counts)
+    weight = _weights(values.shape[-1], decay, values.dtype, values.device).index_select(0, counts)
     mean = (weight * values).sum(dim=-1, keepdim=True)
     return (values - mean).square_().mul_(weight).sum(dim=-1)
 
 
 @lru_cache(maxsize=64)
-def _weights(window: int, decay: float, dtype: torch.dtype) -> Tensor:
+def _weights(window: int, decay: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[window + 1, window]: row n holds the weights, of sum 1, for n valid entries; row 0 is 0."""
-    age = torch.arange(window - 1, -1, -1)
-    valid = age < torch.arange(window + 1).unsqueeze(1)
-    weight = torch.where(valid, torch.tensor(decay, dtype=dtype) ** age, 0.0)
+    age = torch.arange(window - 1, -1, -1, device=device)
+    valid = age < torch.arange(window + 1, device=device).unsqueeze(1)
+    weight = torch.where(valid, torch.tensor(decay, dtype=dtype, device=device) ** age, 0.0)
     return weight / weight.sum(dim=-1, keepdim=True).clamp_(min=FLOOR)
 
 

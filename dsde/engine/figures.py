@@ -1,7 +1,7 @@
 """A finished request's figures on their way into its answer, as `metrics.speculative_decoding.dsde`.
 
-The scheduler hands them to vLLM as RequestOutput.kv_transfer_params, the one dictionary vLLM carries from a scheduler to
-its client unread; they leave that place here, so an answer never shows it.
+The scheduler hands them to vLLM as RequestOutput.kv_transfer_params, the one dictionary that vLLM carries from a
+scheduler to its client unread; they leave that place here, so an answer never shows it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FiguredSpecDecodeMetrics(RequestSpecDecodeMetrics):
 
 
 def attach_figures(output: RequestOutput, num_spec_tokens: int) -> None:
-    """Move the figures an output carries into its speculation metrics, in place; an output without figures is left alone.
+    """Move the figures an output carries into its speculation metrics, in place; without figures, leave it alone.
 
     `num_spec_tokens` sizes vLLM's acceptance histogram for a request that never reached a verification step.
     """

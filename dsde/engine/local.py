@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -20,7 +20,9 @@ from dsde.engine.remote import EngineUnavailable, GenerateCall
 __all__ = ["EngineStartError", "LocalEngine"]
 
 # A line that names an exception, after the process and time that vLLM writes before it.
-_EXCEPTION_LINE = re.compile(r"^(?:\([\w ]+pid=\d+\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)$", re.MULTILINE)
+_EXCEPTION_LINE = re.compile(
+    r"^(?:\([\w ]+pid=\d+\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)$", re.MULTILINE
+)
 
 
 class EngineStartError(RuntimeError):
@@ -95,19 +97,19 @@ class LocalEngine:
         self._engine.shutdown()
 
 
-def _output_sizes() -> dict[str, int]:
+def _output_sizes() -> dict[Path, int]:
     """Path and size in bytes of this process's stdout and stderr, where they are files."""
-    paths = {os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)}
-    return {path: os.path.getsize(path) for path in sorted(paths) if os.path.isfile(path)}
+    paths = {Path(f"/proc/self/fd/{number}").resolve() for number in (1, 2)}
+    return {path: path.stat().st_size for path in sorted(paths) if path.is_file()}
 
 
-def _cause(offsets: Mapping[str, int]) -> str | None:
+def _cause(offsets: Mapping[Path, int]) -> str | None:
     """The first exception that the engine's processes wrote after `offsets`.
 
     They inherit our output, and what vLLM raises here only points at it ("see root cause above").
     """
     for path, offset in offsets.items():
-        with open(path, errors="replace") as output:
+        with path.open(errors="replace") as output:
             output.seek(offset)
             if found := _EXCEPTION_LINE.search(output.read()):
                 return found.group(1)

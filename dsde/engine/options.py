@@ -32,8 +32,8 @@ class RequestOptions:
 def parse(extra_args: Mapping[str, Any] | None, max_length: int) -> RequestOptions:
     """Read the `dsde_*` keys of `extra_args`; every other key is somebody else's and ignored.
 
-    `max_length` is the engine's longest speculation length in draft tokens. Raises VLLMValidationError (HTTP 400) naming
-    the field, the value and what is accepted.
+    `max_length` is the engine's longest speculation length in draft tokens. Raises VLLMValidationError (HTTP 400)
+    naming the field, the value and what is accepted.
     """
     given = {key: value for key, value in (extra_args or {}).items() if key.startswith(_PREFIX)}
     for key in given:

@@ -1,7 +1,7 @@
 """vLLM's EngineClient over an engine that lives elsewhere.
 
-The client renders, validates and finishes answers; one asynchronous `generate` callable does the rest, and how it reaches
-an engine is its own affair. Token ids and sampling parameters cross, text does not.
+The client renders, validates and finishes answers; one asynchronous `generate` callable does the rest, and how it
+reaches an engine is its own affair. Token ids and sampling parameters cross, text does not.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ Generate = Callable[[GenerateCall], AsyncGenerator[RequestOutput, None]]
 class RemoteEngineClient(EngineClient):
     """An EngineClient for vLLM's OpenAI application.
 
-    generate: streams one request's outputs. Closing the generator must abort the request. It raises vLLM's own errors as
-        they are, and EngineUnavailable when no engine can answer.
+    generate: streams one request's outputs. Closing the generator must abort the request. It raises vLLM's own errors
+        as they are, and EngineUnavailable when no engine can answer.
     check_engines: raises EngineUnavailable when no engine is healthy.
     max_length: longest speculation length in draft tokens.
     """

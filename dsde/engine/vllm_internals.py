@@ -121,6 +121,7 @@ def mend_cpu_expand() -> None:
     vllm_rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
 
 
+@functools.wraps(vllm_rejection_sampler.expand_batch_to_tokens)
 def _expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:

@@ -84,8 +84,9 @@ def main(arguments: list[str] | None = None) -> None:
         prog="controller_step.py",
         description="Time Controller.plan() + Controller.observe() with one torch thread, histories full.",
         epilog=(
-            "The budget is a median of 2 ms at 256 requests with 4 drafts each. On a shared machine read cpu_median_ms, "
-            "which leaves out other processes' time. Example: controller_step.py --policy reference --rounds 2000 --json"
+            "The budget is a median of 2 ms at 256 requests with 4 drafts each. On a shared machine read "
+            "cpu_median_ms, which leaves out the time other processes took. "
+            "Example: controller_step.py --policy reference --rounds 2000 --json"
         ),
     )
     parser.add_argument("--policy", choices=policy_names(), default="paper", help="default policy (default: paper)")

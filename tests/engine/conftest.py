@@ -13,6 +13,7 @@ import pytest
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
+
+
+def shut_down(engine: Any) -> None:
+    """End an in-process engine now: its collection later would tear down the process group under the next one."""
+    engine.llm_engine.engine_core.shutdown()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -79,8 +86,8 @@ def start_engine(tiny_pair: tuple[str, str]) -> Iterator[Callable[..., Any]]:
         return engines[-1]
 
     yield start
-    engines.clear()
-    gc.collect()
+    for engine in engines:
+        shut_down(engine)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +95,7 @@ def plain_engine(tiny_pair: tuple[str, str]) -> Iterator[Any]:
     """The target alone, without a drafter and without the plugin."""
     from vllm import LLM
 
-    yield LLM(
+    engine = LLM(
         model=tiny_pair[0],
         dtype="float32",
         max_model_len=256,
@@ -99,4 +106,5 @@ def plain_engine(tiny_pair: tuple[str, str]) -> Iterator[Any]:
         skip_tokenizer_init=True,
         disable_log_stats=True,
     )
-    gc.collect()
+    yield engine
+    shut_down(engine)

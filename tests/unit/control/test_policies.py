@@ -61,18 +61,12 @@ def test_paper_prediction() -> None:
 
 
 def test_paper_windows_are_the_newest_10_and_30() -> None:
-    # Twenty of 0 then ten of alternating 0 and 1: the short variance is that of the alternation alone.
-    klds = [0.0] * 20 + [0.0, 1.0] * 5
-    weight = [0.85**age for age in range(29, -1, -1)]
-
-    def variance(values: list[float], weights: list[float]) -> float:
-        mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-        return sum(w * (v - mean) ** 2 for w, v in zip(weights, values, strict=True)) / sum(weights)
-
-    expected = variance(klds[-10:], weight[-10:]) / variance(klds, weight)
-    signals = build_policy("paper", {}, 8).signals(recent([3.0], klds=klds, last=0.5))
-    assert signals.wvir.item() == pytest.approx(expected, rel=1e-6)
-    assert expected == pytest.approx(1.03, abs=0.02)  # the ten alone scatter a little more than all thirty
+    # Twenty of 1, nine of 0, a newest 1. Sums of weights: S10 = (1 - .85^10) / .15 = 5.354171, S30 = 6.615797.
+    # Short: the ones' share is a = 1 / S10 = .186770, variance a (1 - a) = .151887.
+    # Long: b = (1 + S30 - S10) / S30 = .341852, variance b (1 - b) = .224989. WVIR = .675087.
+    signals = build_policy("paper", {}, 8).signals(recent([3.0], klds=[1.0] * 20 + [0.0] * 9 + [1.0], last=0.25))
+    assert signals.wvir.item() == pytest.approx(0.675087, abs=3e-6)
+    assert signals.penalty.item() == pytest.approx(0.675087 * 0.648721, abs=3e-6)
 
 
 def test_paper_falls_to_the_minimum_above_a_penalty_of_one() -> None:
@@ -162,8 +156,7 @@ def test_the_cap_is_the_mean_and_each_preset_rounds_it_its_way() -> None:
 
 
 def test_the_reference_cap_is_the_mean_of_whole_lengths() -> None:
-    # SF WVIR = .519583 on both: SL_hat 3.92 and 2.48 -> 4 and 3, mean 3.5 -> 4. The mean of the reals, 3.2, gives 4 too;
-    # with three of 2.48 it is 3.25 -> 4 against 2.84 -> 3.
+    # SL_hat 3.92 and three of 2.48 -> 4 3 3 3, mean 3.25 -> 4. The mean of the reals, 2.84, would give 3.
     history = recent([5.0, 2.5, 2.5, 2.5], **SIX)
     assert propose("reference", history) == ([4, 3, 3, 3], [4, 4, 4, 4])
 
@@ -210,7 +203,11 @@ def test_names() -> None:
         ("paper", {"long_window": 31}, r"long_window 31 .* from 2 to 30"),
         ("paper", {"short_window": 12, "long_window": 11}, r"short_window 12 .* from 2 to 11"),
         ("paper", {"warmup_length": 0}, r"warmup_length 0 .* from 1"),
-        ("reference", {"short_window": 10}, r"short_window 10 .*choose decay, min_length, warmup_length or warmup_tokens"),
+        (
+            "reference",
+            {"short_window": 10},
+            r"short_window 10 .*choose decay, min_length, warmup_length or warmup_tokens",
+        ),
         ("reference", {"warmup_tokens": 0}, r"warmup_tokens 0 .* from 1"),
     ],
 )

@@ -19,7 +19,8 @@ from dsde.control.signals import (
 NEVER = -math.inf
 P = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
 Q = torch.tensor([[0.25, 0.5, 0.25], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5]])
-# Row 0: .5 ln(.5/.25) + .5 ln(.5/.5) + 0 = .5 ln 2. Row 1: .5 ln .5 + .5 (ln .5 - ln 1e-8) = 4 ln 10 - ln 2. Row 2: p = q.
+# Row 0: .5 ln(.5/.25) + .5 ln(.5/.5) + 0 = .5 ln 2. Row 1: .5 ln .5 + .5 (ln .5 - ln 1e-8) = 4 ln 10 - ln 2.
+# Row 2: p = q.
 KLD = [0.5 * math.log(2.0), 4.0 * math.log(10.0) - math.log(2.0), 0.0]
 # Row 0: .25 + .5 + 0. Row 1: .5 + 0 + 0. Row 2: all of it.
 OVERLAP = [0.75, 0.5, 1.0]
@@ -70,6 +71,13 @@ def test_a_row_that_cannot_be_measured_is_nan_and_alone(side: str) -> None:
     kld, shared = divergence(x, q, q_is_probs=side == "probs")
     assert kld.isnan().tolist() == [False, True, False]
     assert shared.isnan().tolist() == [False, True, False]
+
+
+def test_the_floors_never_make_a_divergence_negative() -> None:
+    # 50,000 tails of p = 2e-8, q = 1e-9: floored, they add 2e-8 ln 2 each where the head loses 1.9e-8.
+    x, y = torch.full((1, 50_001), math.log(2e-8)), torch.full((1, 50_001), math.log(1e-9))
+    x[0, 0] = y[0, 0] = 0.0
+    assert divergence(x, y)[0].item() == 0.0
 
 
 def test_chunks_give_what_one_sweep_gives(monkeypatch: pytest.MonkeyPatch) -> None:

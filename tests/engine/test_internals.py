@@ -1,0 +1,65 @@
+"""Alarms: each fails when vLLM changes, or repairs, one of the three places that dsde/engine/vllm_internals.py touches."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import vllm
+
+from dsde.engine import vllm_internals
+
+
+def test_version_is_the_one_the_module_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_internals.require_supported_vllm()
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.0 is installed.*knows 0\.32\.0 only"):
+        vllm_internals.require_supported_vllm()
+
+
+def test_rejection_sampler_still_decides_in_one_module_level_step() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    parameters = list(inspect.signature(rejection_sampler.rejection_sample).parameters)
+    assert parameters[:6] == [
+        "draft_token_ids",
+        "num_draft_tokens",
+        "max_spec_len",
+        "cu_num_draft_tokens",
+        "draft_probs",
+        "target_logits",
+    ]
+    forward = inspect.getsource(rejection_sampler.RejectionSampler.forward)
+    assert forward.count("rejection_sample(") == 1
+    assert forward.index("apply_sampling_constraints(") < forward.index("rejection_sample(")
+
+
+def test_drafter_still_samples_through_the_tapped_methods() -> None:
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    # Twice in propose: for the first draft token and for the ones after it; a third for the single-token shortcut.
+    assert inspect.getsource(SpecDecodeBaseProposer.propose).count("self._sample_draft_tokens(") == 3
+    assert list(inspect.signature(SpecDecodeBaseProposer._sample_draft_tokens).parameters) == [
+        "self",
+        "hidden_states",
+        "sampling_metadata",
+    ]
+    assert list(inspect.signature(SpecDecodeBaseProposer._sample_from_logits).parameters) == [
+        "self",
+        "logits",
+        "sampling_metadata",
+    ]
+
+
+def test_mended_expand_is_right_and_the_original_still_needs_mending() -> None:
+    x = torch.tensor([0.5, 0.0, 2.0])
+    cumulative = torch.tensor([2, 2, 5], dtype=torch.int32)
+    expected = [0.5, 0.5, 2.0, 2.0, 2.0]
+    mended = vllm_internals._expand_batch_to_tokens(x, cumulative, 5, replace_from=0, replace_to=1)
+    assert mended.tolist() == expected
+    replaced = vllm_internals._expand_batch_to_tokens(torch.tensor([0.0, 3.0]), torch.tensor([1, 2]), 2, 0, 1)
+    assert replaced.tolist() == [1.0, 3.0]
+
+    wrong = vllm_internals._expand_batch_to_tokens.__wrapped__(x, cumulative, 5, replace_from=0, replace_to=1)
+    assert wrong.tolist() != expected, "vLLM repaired vllm-project/vllm#55005: drop mend_cpu_expand()"

@@ -1,0 +1,123 @@
+"""One real application for all tests here: `dsde serve` with the embedded pair, two replicas, on ports of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+# The application's Ray asks for a token, and Ray reads this when it is imported.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+READY_TIMEOUT_S = 400
+STOP_TIMEOUT_S = 60
+ANSWER_TIMEOUT_S = 180
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.serve)
+            item.add_marker(pytest.mark.slow)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running application, as its own banner describes it."""
+
+    model: str
+    url: str
+    dashboard: str
+    ray_address: str
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    # What other tests set for engines inside their own process is not what a user's shell holds.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--port", "0", "--dashboard-port", "0"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    output = _Output(process)
+    started: list[psutil.Process] = []
+    try:
+        text = output.wait_for("Ctrl-C stops it.", READY_TIMEOUT_S)
+        started = psutil.Process(process.pid).children(recursive=True)
+        yield Served(
+            model="embedded",
+            url=_field(text, "OpenAI API"),
+            dashboard=_field(text, "Ray dashboard"),
+            ray_address=_field(text, "Ray address"),
+        )
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            status = process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert status == 0, output.text
+    left = [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert left == []
+
+
+@pytest.fixture
+def web(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url.removesuffix("/v1"), timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with httpx.Client(trust_env=False) as transport:
+        yield openai.OpenAI(
+            base_url=served.url, api_key="none", timeout=ANSWER_TIMEOUT_S, max_retries=0, http_client=transport
+        )
+
+
+class _Output:
+    """What a process prints, collected while it runs."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.text = ""
+        self._changed = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._collect, args=(process,), daemon=True).start()
+
+    def _collect(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with self._changed:
+                self.text += line
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, mark: str, timeout_s: float) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: mark in self.text or self._ended, timeout_s)
+            assert mark in self.text, f"{mark!r} did not come within {timeout_s} s:\n{self.text}"
+            return self.text
+
+
+def _field(banner: str, name: str) -> str:
+    found = re.search(rf"{name}\s+(\S+)", banner)
+    assert found is not None, banner
+    return found.group(1)

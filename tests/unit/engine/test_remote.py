@@ -1,0 +1,177 @@
+"""The remote client without an engine or a model: what crosses, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+
+from dsde.engine import remote
+from dsde.engine.figures import attach_figures
+from dsde.engine.options import RequestOptions, parse
+from dsde.engine.remote import EngineUnavailable, GenerateCall, RemoteEngineClient
+
+PROMPT = {"type": "token", "prompt_token_ids": [5, 6, 7], "prompt": "one two three"}
+FIGURES = {"policy": "paper", "steps": 2}
+
+
+def output(token_ids: list[int], finished: bool = False, **fields: Any) -> RequestOutput:
+    completion = CompletionOutput(0, "", token_ids, None, None, finish_reason="stop" if finished else None)
+    return RequestOutput("r", None, None, None, [completion], finished, **fields)
+
+
+class Engine:
+    """Stands where a replica does: two outputs, figures on the last; remembers what reached it and how it ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[GenerateCall] = []
+        self.closed = asyncio.Event()
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
+        self.calls.append(call)
+        try:
+            yield output([1])
+            if call.request_id == "endless":
+                await asyncio.Event().wait()
+            yield output([1, 2], finished=True, kv_transfer_params={"dsde": FIGURES})
+        finally:
+            self.closed.set()
+
+    async def check(self) -> None:
+        """Healthy."""
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(remote, "renderer_from_config", lambda config: SimpleNamespace())
+    monkeypatch.setattr(remote, "InputProcessor", lambda config, renderer: SimpleNamespace())
+
+    def client(generate: Any, check: Any) -> RemoteEngineClient:
+        return RemoteEngineClient(SimpleNamespace(model_config=None), generate, check, max_length=4)  # type: ignore[arg-type]
+
+    return client
+
+
+async def test_token_ids_cross_and_the_prompt_is_put_back(build: Any, engine: Engine) -> None:
+    client = build(engine.generate, engine.check)
+    outputs = [one async for one in client.generate(PROMPT, SamplingParams(max_tokens=2), "r", priority=3)]
+    (call,) = engine.calls
+    assert call.prompt == {"type": "token", "prompt_token_ids": [5, 6, 7]}
+    assert (call.request_id, call.priority) == ("r", 3)
+    assert [(one.prompt, one.prompt_token_ids) for one in outputs] == [("one two three", [5, 6, 7])] * 2
+
+
+async def test_figures_move_into_the_metrics_of_the_last_output(build: Any, engine: Engine) -> None:
+    client = build(engine.generate, engine.check)
+    first, last = [one async for one in client.generate(PROMPT, SamplingParams(), "r")]
+    assert first.outputs[0].spec_decode_metrics is None
+    assert last.kv_transfer_params is None
+    # No verification step was counted, so vLLM's part is an empty histogram of lengths 0 to 4.
+    metrics = last.outputs[0].spec_decode_metrics.to_dict()
+    assert metrics["acceptance_histogram"] == [0, 0, 0, 0, 0]
+    assert metrics["dsde"] == FIGURES
+
+
+def test_figures_leave_vllms_numbers_and_a_connectors_parameters_alone() -> None:
+    one = output([1], finished=True, kv_transfer_params={"dsde": FIGURES, "remote_port": 7})
+    measured = RequestSpecDecodeMetrics.new(4)
+    measured.observe(num_draft_tokens=4, num_accepted=3)
+    one.outputs[0].spec_decode_metrics = measured
+    attach_figures(one, 4)
+    assert one.kv_transfer_params == {"remote_port": 7}
+    told = one.outputs[0].spec_decode_metrics.to_dict()
+    assert {key: value for key, value in told.items() if key != "dsde"} == measured.to_dict()
+    assert (told["mean_acceptance_length"], told["draft_acceptance_rate"]) == (4.0, 0.75)
+
+
+async def test_a_bad_option_is_refused_before_anything_streams(build: Any, engine: Engine) -> None:
+    client = build(engine.generate, engine.check)
+    with pytest.raises(VLLMValidationError, match=r"vllm_xargs.dsde_max_length = 5: accepted: an integer from 0 to 4"):
+        client.generate(PROMPT, SamplingParams(extra_args={"dsde_max_length": 5}), "r")
+    assert engine.calls == []
+
+
+async def test_closing_the_stream_closes_the_engines(build: Any, engine: Engine) -> None:
+    stream = build(engine.generate, engine.check).generate(PROMPT, SamplingParams(), "endless")
+    await anext(stream)
+    await stream.aclose()
+    assert engine.closed.is_set()
+
+
+async def test_cancelling_the_reader_closes_the_engines(build: Any, engine: Engine) -> None:
+    stream = build(engine.generate, engine.check).generate(PROMPT, SamplingParams(), "endless")
+    await anext(stream)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert engine.closed.is_set()
+
+
+async def test_a_lost_engine_is_a_retryable_error_and_bad_health(build: Any) -> None:
+    async def lost(call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
+        raise EngineUnavailable("gone")
+        yield
+
+    async def nobody() -> None:
+        raise EngineUnavailable("nobody")
+
+    client = build(lost, nobody)
+    with pytest.raises(RetryableRequestError, match="gone") as caught:
+        await anext(client.generate(PROMPT, SamplingParams(), "r"))
+    assert caught.value.status_code == 503
+    with pytest.raises(EngineDeadError):
+        await client.check_health()
+
+
+def test_a_call_survives_pickling() -> None:
+    call = GenerateCall({"type": "token", "prompt_token_ids": [1]}, SamplingParams(max_tokens=3, seed=1), "r")
+    copy = pickle.loads(pickle.dumps(call))
+    assert (copy.prompt, copy.request_id) == (call.prompt, call.request_id)
+    assert (copy.sampling_params.max_tokens, copy.sampling_params.seed) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (None, RequestOptions()),
+        ({"somebody_elses": 1}, RequestOptions()),
+        ({"dsde_policy": "static", "dsde_max_length": 0}, RequestOptions("static", 0)),
+        ({"dsde_max_length": 4}, RequestOptions(None, 4)),
+    ],
+)
+def test_options_are_read(given: dict[str, Any] | None, read: RequestOptions) -> None:
+    assert parse(given, 4) == read
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dsde_policy": "best"}, "vllm_xargs.dsde_policy = 'best': accepted: autoregressive, "),
+        ({"dsde_policy": 3}, "vllm_xargs.dsde_policy = 3: accepted: "),
+        ({"dsde_max_length": -1}, "vllm_xargs.dsde_max_length = -1: accepted: an integer from 0 to 4 draft tokens"),
+        ({"dsde_max_length": True}, "vllm_xargs.dsde_max_length = True: accepted: "),
+        ({"dsde_max_length": 2.0}, "vllm_xargs.dsde_max_length = 2.0: accepted: "),
+        ({"dsde_length": 2}, "vllm_xargs.dsde_length = 2: there is no such option; accepted: dsde_policy, dsde_max_l"),
+    ],
+)
+def test_a_refusal_names_the_field_the_value_and_what_is_accepted(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(VLLMValidationError) as caught:
+        parse(given, 4)
+    assert str(caught.value).startswith(message)
+    assert caught.value.parameter == f"vllm_xargs.{next(iter(given))}"
