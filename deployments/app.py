@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray.serve import Application
+from ray.serve import Application, Deployment
 
 from deployments.ingress import OpenAIIngress
 from deployments.replica import EngineReplica
@@ -27,7 +27,10 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     """
     config = args if isinstance(args, DsdeConfig) else DsdeConfig(**_nested(args))
     environment = engine_environment(config)
-    engines = EngineReplica.options(
+    # A type checker sees the classes, not the deployments that the decorators make of them.
+    replica: Deployment = EngineReplica
+    ingress: Deployment = OpenAIIngress
+    engines = replica.options(
         num_replicas=config.serving.replicas,
         max_ongoing_requests=config.serving.max_ongoing_requests,
         user_config=policy_config(config.speculation.policy, config.speculation.settings),
@@ -38,7 +41,7 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
         },
     ).bind(config)
     # The ingress renders and streams; on two cores a core of its own would leave an engine without one.
-    return OpenAIIngress.options(
+    return ingress.options(
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
     ).bind(config, engines)
 

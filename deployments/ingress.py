@@ -54,9 +54,10 @@ class OpenAIIngress:
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
         from dsde.engine.remote import EngineUnavailable
 
-        response = self._streams.generate.remote(call)
+        response = None
         finished = False
         try:
+            response = self._streams.generate.remote(call)
             async for output in response:
                 yield output
             finished = True
@@ -69,7 +70,7 @@ class OpenAIIngress:
             raise EngineUnavailable("every engine replica is full; send the request again later") from error
         finally:
             # Neither a dropped generator nor a cancelled task stops the replica's side; this does.
-            if not finished:
+            if response is not None and not finished:
                 response.cancel()
 
     async def _check_engines(self) -> None:

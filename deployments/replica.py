@@ -19,9 +19,9 @@ __all__ = ["EngineReplica"]
 logger = logging.getLogger("ray.serve")
 
 
-# One failed start is enough: what failed is the configuration, the models or the memory, and none heals by trying.
+# Two replicas that fail, or one twice: what cannot work is told at once, not after Serve's twenty tries.
 @serve.deployment(
-    max_constructor_retry_count=1,
+    max_constructor_retry_count=2,
     health_check_period_s=2,
     health_check_timeout_s=30,
     graceful_shutdown_wait_loop_s=0.5,
@@ -51,14 +51,14 @@ class EngineReplica:
         """
         try:
             policy = self._checked(user_config)
-        except ValueError as error:
+            if policy != (self._policy or (self._config.speculation.policy, self._config.speculation.settings)):
+                await self._engine.set_policy(*policy)
+        except Exception as error:
             if self._policy is None:
                 raise
             logger.error("policy stays %s: %s", self._policy[0], error)
-            return
-        if policy != (self._policy or (self._config.speculation.policy, self._config.speculation.settings)):
-            await self._engine.set_policy(*policy)
-        self._policy = policy
+        else:
+            self._policy = policy
 
     def _checked(self, user_config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if "policy" not in user_config or set(user_config) - {"policy", "settings"}:

@@ -68,6 +68,7 @@ def run(config: DsdeConfig) -> int:
             _check_cores(config)
             # Twice, because Ray takes the signals over when it starts.
             with _local_ray(config, dashboard_port, progress), _stop_signals():
+                _check_gpus(config)
                 dashboard = f"http://127.0.0.1:{dashboard_port}"
                 client = _serve_client(dashboard)
                 _deploy(config, client, port, progress)
@@ -150,6 +151,19 @@ def _check_cores(config: DsdeConfig) -> None:
         )
 
 
+def _check_gpus(config: DsdeConfig) -> None:
+    """Refuse what Ray could never place; it would wait for a GPU without end."""
+    if config.serving.device != "gpu":
+        return
+    needed = config.serving.replicas * config.serving.gpus_per_replica
+    gpus = ray.cluster_resources().get("GPU", 0)
+    if needed > gpus:
+        raise _Refused(
+            f"serving.replicas = {config.serving.replicas} with serving.gpus_per_replica = "
+            f"{config.serving.gpus_per_replica:g} need {needed:g} GPUs, Ray finds {gpus:g}"
+        )
+
+
 @contextmanager
 def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> Iterator[None]:
     """A Ray of our own for the time of the block; afterwards none of its processes is left."""
@@ -177,9 +191,7 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> 
         started = psutil.Process().children(recursive=True)
         if ray.is_initialized():
             serve.shutdown()
-            progress.say("DBG serve down")
             ray.shutdown()
-            progress.say("DBG ray down")
         _, alive = psutil.wait_procs(started, timeout=3)
         for process in alive:
             process.kill()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["DsdeConfig", "EngineConfig", "ModelConfig", "ServingConfig", "SpeculationConfig", "explain", "load"]
 
 PairName = Literal["embedded", "bench", "bench-low"]
+# A replica's default KV cache holds little more of the bench pair.
+PREPARED_MAX_MODEL_LEN = 4096
 
 
 class _Section(BaseModel):
@@ -49,6 +51,11 @@ class ModelConfig(_Section):
             accepted = "name a pair (embedded, bench, bench-low) or give model.target and model.draft"
             raise ValueError(f"model.pair is null: {accepted}")
         return self
+
+    @property
+    def longest(self) -> int | None:
+        """max_model_len in tokens; where it is not set 4096 for a prepared pair, None (the model's own) for any other."""
+        return PREPARED_MAX_MODEL_LEN if self.max_model_len is None and self.target is None else self.max_model_len
 
 
 class SpeculationConfig(_Section):

@@ -42,7 +42,8 @@ class StepObservation:
     kld: [N] float32, D_KL(p || q) in nats; NaN where a logit was NaN, or where the drafter has no distribution.
     overlap: [N] float32, sum_v min(p, q) = 1 - TV(p, q), the acceptance probability at temperature > 0; NaN as in kld.
     temperature: [R] float32, sampling temperature (0 = greedy).
-    draft_step_ms: mean time of one draft step of the drafting that followed this verification, None when nothing was drafted.
+    draft_step_ms: mean time of one draft step of the drafting that followed this verification, None when nothing was
+        drafted.
     """
 
     request_ids: tuple[str, ...]

@@ -58,7 +58,7 @@ class LocalEngine:
         Raises EngineUnavailable when the engine has died, VLLMValidationError for what it refuses.
         """
         outputs = self._engine.generate(
-            dict(call.prompt),  # type: ignore[arg-type]
+            dict(call.prompt),
             call.sampling_params,
             call.request_id,
             lora_request=call.lora_request,

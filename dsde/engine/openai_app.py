@@ -33,6 +33,8 @@ def _arguments(model: str, served_name: str) -> Namespace:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     arguments.model = model
     arguments.served_model_name = [served_name]
+    # A named tool needs a parser, too; this is the form that small open models are trained on.
+    arguments.tool_call_parser = "hermes"
     arguments.enable_per_request_metrics = True
     arguments.enable_prompt_tokens_details = True
     # This switch starts a loop that logs an in-process engine's statistics; engines behind a client log their own.

@@ -14,7 +14,7 @@ __all__ = ["engine_arguments", "engine_environment", "model_paths", "serve_comma
 
 
 def model_paths(config: DsdeConfig) -> tuple[str, str]:
-    """(target, draft) of the configuration, a name or a path each. Raises what dsde.models raises for an unprepared pair."""
+    """(target, draft) of the configuration, a name or a path each. Raises FileNotFoundError for an unprepared pair."""
     if config.model.target is not None and config.model.draft is not None:
         return config.model.target, config.model.draft
     from dsde.models.pairs import pair
@@ -36,7 +36,7 @@ def engine_arguments(config: DsdeConfig) -> dict[str, Any]:
         "model": target,
         "served_model_name": served_name(config),
         "dtype": config.model.dtype,
-        "max_model_len": config.model.max_model_len,
+        "max_model_len": config.model.longest,
         "max_num_seqs": config.engine.max_num_seqs,
         "enforce_eager": on_cpu if config.engine.enforce_eager is None else config.engine.enforce_eager,
         "async_scheduling": not on_cpu,

@@ -31,12 +31,14 @@ logger = init_logger("vllm.dsde.scheduler")
 class _Speculation(Scheduler):
     """What both schedulers share: plan after scheduling, observe before booking, report when a request ends."""
 
+    dynamic_sd_lookup: list[int] | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_supported_vllm()
         super().__init__(*args, **kwargs)
         if self.num_spec_tokens == 0:
             raise ValueError(
-                f"scheduler_cls {type(self).__name__} needs a draft: set speculative_config, or leave scheduler_cls unset"
+                f"scheduler_cls {type(self).__name__} needs a draft: set speculative_config or leave scheduler_cls out"
             )
         if self.parallel_config.data_parallel_size > 1:
             raise ValueError(
@@ -53,7 +55,7 @@ class _Speculation(Scheduler):
         speculative = self.vllm_config.speculative_config
         draft = speculative.draft_model_config if speculative is not None else None
         self._draft_max_len = draft.max_model_len if draft is not None else self.max_model_len
-        # Lengths vary, so vLLM must not pad new decodes to the longest; its own schedule says so, ours replaces the values.
+        # Lengths vary, so vLLM must not pad new decodes to the longest; with a schedule of its own it does not.
         if self.dynamic_sd_lookup is None:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._plan = SpeculationPlan()
@@ -129,7 +131,11 @@ class _Speculation(Scheduler):
     def _attach_running_figures(self, output: Any) -> None:
         """Send figures along at every step where a stop string may end the request outside the engine."""
         request = self.requests.get(output.request_id)
-        if request is None or output.finish_reason is not None or not (request.sampling_params and request.sampling_params.stop):
+        if (
+            request is None
+            or output.finish_reason is not None
+            or not (request.sampling_params and request.sampling_params.stop)
+        ):
             return
         figures = self.controller.snapshot(output.request_id)
         if figures is not None:

@@ -1,7 +1,7 @@
 """How observations go up and figures go out.
 
-Up: the worker hangs a WorkerReport on vLLM's ModelRunnerOutput as a plain attribute, and the scheduler joins it with what
-it knows itself into a StepObservation. Out: figures leave as one entry of RequestOutput.kv_transfer_params.
+Up: the worker hangs a WorkerReport on vLLM's ModelRunnerOutput as a plain attribute, and the scheduler joins it with
+what it knows itself into a StepObservation. Out: figures leave as one entry of RequestOutput.kv_transfer_params.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from vllm.v1.request import Request
 
 from dsde.control.records import SpeculationPlan, StepObservation
 
-__all__ = ["FIGURES_KEY", "PolicyChange", "WorkerReport", "attach_plan", "attach_report", "observation", "plan_of", "report_of"]
+__all__ = [
+    "FIGURES_KEY",
+    "PolicyChange",
+    "WorkerReport",
+    "attach_plan",
+    "attach_report",
+    "observation",
+    "plan_of",
+    "report_of",
+]
 
 FIGURES_KEY = "dsde"
 _REPORT = "dsde_report"

@@ -29,10 +29,12 @@ class Verifier:
         self.kld: torch.Tensor | None = None
         self.overlap: torch.Tensor | None = None
 
-    def measure(self, num_draft_tokens: list[int], target_logits: torch.Tensor, draft_probs: torch.Tensor | None) -> None:
-        """Record kld [N] (nats) and overlap [N] of this step, on the device; see MeasuredRejectionSampler for the arguments.
+    def measure(
+        self, num_draft_tokens: list[int], target_logits: torch.Tensor, draft_probs: torch.Tensor | None
+    ) -> None:
+        """Record kld [N] (nats) and overlap [N] of this step, on the device.
 
-        Nothing is recorded for drafts without a distribution, nor for vLLM's dummy runs.
+        The arguments are MeasuredRejectionSampler's. Nothing is recorded for drafts without a distribution, nor for vLLM's dummy runs.
         """
         self.forget()
         batch = self._request_ids()

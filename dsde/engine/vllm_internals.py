@@ -28,7 +28,7 @@ OnDraft = Callable[[torch.Tensor, bool], None]
 
 
 def require_supported_vllm() -> None:
-    """Raise RuntimeError unless vLLM is the version whose inside this module knows (a local suffix such as +cpu is fine)."""
+    """Raise RuntimeError unless vLLM is the version whose inside this module knows; a suffix such as +cpu is fine."""
     if vllm.__version__.split("+")[0] != SUPPORTED_VLLM:
         raise RuntimeError(
             f"vLLM {vllm.__version__} is installed; dsde's engine plugin knows {SUPPORTED_VLLM} only. "
@@ -61,7 +61,7 @@ class MeasuredRejectionSampler(RejectionSampler):
             return output
         decide = vllm_rejection_sampler.rejection_sample
 
-        # The processed target logits exist only between two lines of the base class, so its module-level step is wrapped.
+        # The processed logits exist only between two lines of the base class, so its module-level step is wrapped.
         @functools.wraps(decide)
         def measure_and_decide(
             draft_token_ids: torch.Tensor,

@@ -23,7 +23,7 @@ from dsde.engine.vllm_internals import MeasuredRejectionSampler, mend_cpu_expand
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as _Worker  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
 
 __all__ = ["DsdeWorker"]
 
@@ -48,8 +48,8 @@ class DsdeWorker(_Worker):
     def set_speculation_policy(self, policy: str, settings: Mapping[str, Any] | None = None) -> None:
         """Make `policy` the default of all requests that did not choose one; call it through vLLM's collective_rpc.
 
-        It reaches the controller with the next step's output, so it holds from the step after.
-        Raises ValueError naming the setting, its value and what is accepted; RuntimeError for an engine without a drafter.
+        It reaches the controller with the next step's output, so it holds from the step after. Raises ValueError naming
+        the setting, its value and what is accepted; RuntimeError for an engine without a drafter.
         """
         if self._speculation is None:
             raise RuntimeError(f"speculation policy {policy!r} cannot be set: this engine has no draft model")

@@ -96,7 +96,7 @@ def check_memory(config: DsdeConfig, target: str, draft: str, available_gib: flo
             f"(weights {need.weights_gib:.1f}, engine.kv_cache_gib = {need.kv_cache_gib:g}, {REPLICA_GIB} besides); "
             f"{remedy}"
         )
-    longest = config.model.max_model_len or int(_config("model.target", target).get("max_position_embeddings", 0))
+    longest = config.model.longest or int(_config("model.target", target).get("max_position_embeddings", 0))
     if need.kv_cache_gib and need.tokens_held < longest:
         raise RuntimeError(
             f"engine.kv_cache_gib = {need.kv_cache_gib:g} holds {need.tokens_held} tokens of this pair, one request "

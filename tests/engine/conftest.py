@@ -35,7 +35,7 @@ def shut_down(engine: Any) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """(target, draft): random Llamas over twelve tokens; the draft is the target with noise, so drafts are good, not perfect."""
+    """(target, draft): random Llamas over twelve tokens; the draft is the target with noise, so some drafts are wrong."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -82,7 +82,9 @@ def start_engine(tiny_pair: tuple[str, str]) -> Iterator[Callable[..., Any]]:
                 "engine": {"kv_cache_gib": 0.25, "max_num_seqs": 64},
             }
         )
-        engines.append(LLM(**{**engine_arguments(config), "skip_tokenizer_init": True, "disable_log_stats": True, **extra}))
+        engines.append(
+            LLM(**{**engine_arguments(config), "skip_tokenizer_init": True, "disable_log_stats": True, **extra})
+        )
         return engines[-1]
 
     yield start

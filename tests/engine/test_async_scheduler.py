@@ -51,7 +51,7 @@ def request(request_id: str, max_tokens: int = 40, **options: Any) -> Any:
 
 
 def run_worker(scheduled: Any, accepted: dict[str, int], kld: float = 0.1) -> Any:
-    """What a GPU worker would answer: each request accepts `accepted` of its drafts, and every position measured `kld`."""
+    """What a GPU worker would answer: each request accepts `accepted` of its drafts, every position measures `kld`."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     from dsde.engine.transport import WorkerReport, attach_report

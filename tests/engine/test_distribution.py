@@ -113,7 +113,9 @@ def test_a_sampler_with_the_wrong_temperature_fails(
     from vllm.v1.sample import rejection_sampler
 
     monkeypatch.setattr(
-        rejection_sampler, "expand_batch_to_tokens", lambda x, cu_num_tokens, num_tokens, **_: x.new_full((num_tokens,), 2)
+        rejection_sampler,
+        "expand_batch_to_tokens",
+        lambda x, cu_num_tokens, num_tokens, **_: x.new_full((num_tokens,), 2),
     )
     expected = exact_pairs(tiny_pair[0], temperature=1.0, top_k=0)
     assert p_value(sample(engine, 1.0, 0, "static"), expected) < 1e-6

@@ -35,7 +35,7 @@ def test_counts_agree_with_the_tokens(engine: Any, temperature: float) -> None:
         counted = output.outputs[0].spec_decode_metrics
         accepted = sum(j * count for j, count in enumerate(counted.histogram))
         emitted = len(output.outputs[0].token_ids)
-        # The prefill emits one token, every step one and its accepted drafts; an end inside the drafts emits no bonus token.
+        # The prefill emits one token, a step one and its accepted drafts; an end inside the drafts emits no bonus token.
         assert 1 + figures["steps"] + accepted - emitted in (0, 1)
         assert sum(counted.histogram) == figures["steps"] - figures["steps_off"]
         assert counted.num_draft_tokens == pytest.approx(figures["speculation_length"]["mean"] * figures["steps"])
@@ -52,11 +52,14 @@ def test_counts_agree_with_the_tokens(engine: Any, temperature: float) -> None:
 
 
 def test_expected_acceptance_is_what_sampling_then_accepts(engine: Any) -> None:
-    outputs = generate(engine, count=48, temperature=1.0, ignore_eos=True, extra_args={"dsde_policy": "static", "dsde_max_length": 1})
+    outputs = generate(
+        engine, count=48, temperature=1.0, ignore_eos=True, extra_args={"dsde_policy": "static", "dsde_max_length": 1}
+    )
     steps = sum(sum(output.outputs[0].spec_decode_metrics.histogram) for output in outputs)
     accepted = sum(output.outputs[0].spec_decode_metrics.histogram[1] for output in outputs)
     expected = sum(
-        output.kv_transfer_params["dsde"]["expected_acceptance_rate"] * sum(output.outputs[0].spec_decode_metrics.histogram)
+        output.kv_transfer_params["dsde"]["expected_acceptance_rate"]
+        * sum(output.outputs[0].spec_decode_metrics.histogram)
         for output in outputs
     )
     deviation = math.sqrt(steps * 0.25)
@@ -70,10 +73,19 @@ def test_stragglers_are_booked_where_lengths_differ(engine: Any) -> None:
     prompts = [{"prompt_token_ids": [0, 5, 6]}] * 3
     lengths = (5, 2, 2)
     parameters = [
-        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False, extra_args={"dsde_policy": "static", "dsde_max_length": n})
+        SamplingParams(
+            temperature=0,
+            max_tokens=60,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"dsde_policy": "static", "dsde_max_length": n},
+        )
         for n in lengths
     ]
-    long, *short = (output.kv_transfer_params["dsde"]["straggler"] for output in engine.generate(prompts, parameters, use_tqdm=False))
+    long, *short = (
+        output.kv_transfer_params["dsde"]["straggler"]
+        for output in engine.generate(prompts, parameters, use_tqdm=False)
+    )
     # The long one waits only where little room is left at its end.
     assert long["caused_ms"] > 10 * long["wait_ms"]
     assert long["steps"] > 0

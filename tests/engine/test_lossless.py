@@ -1,4 +1,4 @@
-"""Greedy text with speculation is the text without it, token by token in float32, while lengths change at every step."""
+"""Greedy text with speculation is the text without it, token by token in float32, while lengths change."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.engine.conftest import VOCABULARY
 
 POLICIES = ("autoregressive", "paper", "reference", "static")
+
 
 def tokens(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
