@@ -54,7 +54,7 @@ class ModelConfig(_Section):
 
     @property
     def longest(self) -> int | None:
-        """max_model_len in tokens; where it is not set 4096 for a prepared pair, None (the model's own) for any other."""
+        """max_model_len in tokens; where it is not set, 4096 for a prepared pair, None (the model's own) for others."""
         return PREPARED_MAX_MODEL_LEN if self.max_model_len is None and self.target is None else self.max_model_len
 
 

@@ -33,7 +33,8 @@ def _arguments(model: str, served_name: str) -> Namespace:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     arguments.model = model
     arguments.served_model_name = [served_name]
-    # A named tool needs a parser, too; this is the form that small open models are trained on.
+    # vLLM takes no tool at all, not even a named one, without a parser; most small open models write this form.
+    arguments.enable_auto_tool_choice = True
     arguments.tool_call_parser = "hermes"
     arguments.enable_per_request_metrics = True
     arguments.enable_prompt_tokens_details = True

@@ -34,7 +34,8 @@ class Verifier:
     ) -> None:
         """Record kld [N] (nats) and overlap [N] of this step, on the device.
 
-        The arguments are MeasuredRejectionSampler's. Nothing is recorded for drafts without a distribution, nor for vLLM's dummy runs.
+        The arguments are MeasuredRejectionSampler's. Nothing is recorded for drafts without a distribution, nor for
+        vLLM's dummy runs.
         """
         self.forget()
         batch = self._request_ids()

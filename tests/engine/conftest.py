@@ -35,7 +35,7 @@ def shut_down(engine: Any) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """(target, draft): random Llamas over twelve tokens; the draft is the target with noise, so some drafts are wrong."""
+    """(target, draft): random Llamas over twelve tokens; the draft is the target with noise, so it errs."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -35,7 +35,7 @@ def test_counts_agree_with_the_tokens(engine: Any, temperature: float) -> None:
         counted = output.outputs[0].spec_decode_metrics
         accepted = sum(j * count for j, count in enumerate(counted.histogram))
         emitted = len(output.outputs[0].token_ids)
-        # The prefill emits one token, a step one and its accepted drafts; an end inside the drafts emits no bonus token.
+        # The prefill emits a token, a step one and its accepted drafts; an end inside the drafts emits no bonus token.
         assert 1 + figures["steps"] + accepted - emitted in (0, 1)
         assert sum(counted.histogram) == figures["steps"] - figures["steps_off"]
         assert counted.num_draft_tokens == pytest.approx(figures["speculation_length"]["mean"] * figures["steps"])

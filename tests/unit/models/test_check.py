@@ -101,13 +101,14 @@ def test_too_little_memory_is_refused_with_the_numbers(model: Maker) -> None:
 
 def test_a_cache_shorter_than_one_request_is_refused(model: Maker) -> None:
     # 2048 tokens of 8192 bytes are 16 MiB; 8 MiB hold half.
-    small = config(engine=EngineConfig(kv_cache_gib=1 / 128))
+    pair = {"target": str(model("target")), "draft": str(model("draft"))}
+    small = config(engine=EngineConfig(kv_cache_gib=1 / 128), model=ModelConfig(**pair))
     with pytest.raises(
         RuntimeError, match=r"holds 1024 tokens .* may have 2048: set model.max_model_len to at most 1024"
     ):
-        check_memory(small, model("target"), model("draft"), available_gib=99)
-    short = config(engine=EngineConfig(kv_cache_gib=1 / 128), model=ModelConfig(max_model_len=1000))
-    check_memory(short, model("target2"), model("draft2"), available_gib=99)
+        check_memory(small, **pair, available_gib=99)
+    short = config(engine=EngineConfig(kv_cache_gib=1 / 128), model=ModelConfig(max_model_len=1000, **pair))
+    check_memory(short, **pair, available_gib=99)
 
 
 def test_a_gpu_is_left_to_size_itself(model: Maker) -> None:
