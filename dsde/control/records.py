@@ -9,23 +9,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["RequestSpeculation", "SpeculationPlan", "StepObservation"]
+__all__ = ["DraftStop", "RequestSpeculation", "SpeculationPlan", "StepObservation"]
+
+
+class DraftStop(Protocol):
+    """Decides inside the draft loop, on the drafter's device; it pickles, since it travels with the plan."""
+
+    def goes_on(self, step: int, top_prob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        """[B] bool after draft step `step` (0-based): which requests want another draft token.
+
+        top_prob: [B], max_v q of the step. entropy: [B], H(q) in nats. Requests are in batch order, which is the order
+        of StepObservation.draft_ids. Drafting ends when nobody wants another one.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPlan:
     """Speculation lengths for one decoding iteration, fixed before any draft token is drawn.
 
-    depth: draft steps the batch runs, D = max_i SL_i, in draft tokens (0 = nobody speculates).
+    depth: draft steps the batch runs, D = max_i SL_i, in draft tokens (0 = nobody speculates, and the drafter may rest).
     lengths: request id -> SL_i in draft tokens, 0 <= SL_i <= depth. A request that is absent has length 0.
+    stop: rule that may end the drafting before `depth`, None to draft all of it.
     """
 
     depth: int = 0
     lengths: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    stop: DraftStop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,12 @@ class StepObservation:
     temperature: [R] float32, sampling temperature (0 = greedy).
     draft_step_ms: mean time of one draft step of the drafting that followed this verification, None when nothing was
         drafted.
+    draft_ids: the B requests of that drafting, in batch order; empty when nothing was drafted.
+    draft_top_prob, draft_entropy: [B, D] float32, max_v q and H(q) in nats of each draft step, as a function of the
+        prefix alone, never of the token drawn; None for a drafter without distributions. D is what was drafted.
+    step_ms: time of this step's target forward, verification and sampling without the drafting, None when not measured.
+    num_tokens: tokens the target processed in that time, prompt tokens included.
+    has_prefill: whether prompt tokens were among them.
     """
 
     request_ids: tuple[str, ...]
@@ -53,6 +72,12 @@ class StepObservation:
     overlap: torch.Tensor
     temperature: torch.Tensor
     draft_step_ms: float | None = None
+    draft_ids: tuple[str, ...] = ()
+    draft_top_prob: torch.Tensor | None = None
+    draft_entropy: torch.Tensor | None = None
+    step_ms: float | None = None
+    num_tokens: int = 0
+    has_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
