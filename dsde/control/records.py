@@ -31,14 +31,16 @@ class DraftStop(Protocol):
 class SpeculationPlan:
     """Speculation lengths for one decoding iteration, fixed before any draft token is drawn.
 
-    depth: draft steps the batch runs, D = max_i SL_i, in draft tokens (0 = nobody speculates, and the drafter may rest).
+    depth: draft steps the batch runs, D = max_i SL_i, in draft tokens; at 0 nobody speculates and the drafter may rest.
     lengths: request id -> SL_i in draft tokens, 0 <= SL_i <= depth. A request that is absent has length 0.
     stop: rule that may end the drafting before `depth`, None to draft all of it.
+    confidence: whether the drafter's confidence at each step is to be measured and reported.
     """
 
     depth: int = 0
     lengths: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     stop: DraftStop | None = None
+    confidence: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["FLOOR", "divergence", "entropy", "kl_divergence", "overlap", "scale_factor", "weighted_variance", "wvir"]
+__all__ = [
+    "FLOOR",
+    "confidence",
+    "divergence",
+    "entropy",
+    "kl_divergence",
+    "overlap",
+    "scale_factor",
+    "weighted_variance",
+    "wvir",
+]
 
 FLOOR = 1e-8
 """Smallest probability inside a logarithm, so that q = 0 under p > 0 costs a large but finite divergence."""
@@ -110,3 +120,18 @@ def wvir(short: Tensor, long: Tensor, eps: float = FLOOR) -> Tensor:
 def scale_factor(kld_last: Tensor) -> Tensor:
     """SF = exp(2 * mu_KLD,last) - 1, [B], of the mean KLD of each sequence's latest verification step."""
     return torch.expm1(2.0 * kld_last)
+
+
+def confidence(q: Tensor, *, is_probs: bool = False) -> tuple[Tensor, Tensor]:
+    """How sure a draft step is: (max_v q [B], H(q) [B] in nats), both float32.
+
+    q: [B, V], logits, or probabilities with is_probs. NaN rows give NaN.
+    """
+    if is_probs:
+        return q.amax(dim=-1), entropy(q)
+    x = q.float()
+    normaliser = x.logsumexp(dim=-1, keepdim=True)
+    top_prob = torch.exp(x.amax(dim=-1) - normaliser.squeeze(-1))
+    ln_q = x - normaliser
+    # A masked token has ln q = -inf and q = 0: its share of the entropy is 0.
+    return top_prob, -(ln_q.exp() * ln_q.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""Remembers the distributions of the latest draft, step by step, until the next verification reads them."""
+"""One drafting, step by step: its distributions, its confidence, and its early end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["DraftRecord"]
+from dsde.control.records import DraftStop, SpeculationPlan
+from dsde.control.signals import confidence
+
+__all__ = ["DraftEnded", "DraftRecord"]
+
+
+class DraftEnded(Exception):
+    """Raised inside the draft loop when no request wants another draft token."""
 
 
 class DraftRecord:
@@ -16,42 +23,74 @@ class DraftRecord:
     """
 
     def __init__(self) -> None:
-        self._steps: list[torch.Tensor] = []
-        self._rows: dict[str, int] = {}
-        self.is_probs = False
+        self.begin((), SpeculationPlan())
 
-    def begin(self, request_ids: Sequence[str]) -> None:
+    def begin(self, request_ids: Sequence[str], plan: SpeculationPlan) -> None:
         """Start a drafting over `request_ids`, in batch order; forgets the one before."""
-        self._steps = []
-        self._rows = {request_id: row for row, request_id in enumerate(request_ids)}
+        self.request_ids = tuple(request_ids)
+        self.is_probs = False
+        self._steps: list[torch.Tensor] = []
+        self._tokens: list[torch.Tensor] = []
+        self._top_prob: list[torch.Tensor] = []
+        self._entropy: list[torch.Tensor] = []
+        self._stop: DraftStop | None = plan.stop
+        self._confidence = plan.confidence or plan.stop is not None
+        self._depth = plan.depth
 
-    def add(self, distribution: torch.Tensor, is_probs: bool) -> None:
-        """Take one draft step's [B, V] logits, or probabilities when is_probs."""
+    def add(self, token_ids: torch.Tensor, distribution: torch.Tensor, is_probs: bool) -> None:
+        """Take one draft step's tokens [B] and its [B, V] logits, or probabilities when is_probs.
+
+        Raises DraftEnded when the plan's stop rule says that nobody goes on.
+        """
         self._steps.append(distribution)
+        self._tokens.append(token_ids)
         self.is_probs = is_probs
+        if not self._confidence:
+            return
+        top_prob, entropy = confidence(distribution, is_probs=is_probs)
+        self._top_prob.append(top_prob)
+        self._entropy.append(entropy)
+        step = len(self._steps) - 1
+        if self._stop is not None and step + 1 < self._depth and not self._stop.goes_on(step, top_prob, entropy).any():
+            raise DraftEnded
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The draft tokens drawn so far, [B, D]."""
+        return torch.stack(self._tokens, dim=1)
+
+    @property
+    def probs(self) -> torch.Tensor | None:
+        """q of the draft tokens drawn so far, [B, D, V], where they were sampled; None where they are argmaxes."""
+        return torch.stack(self._steps, dim=1) if self._steps and self.is_probs else None
+
+    @property
+    def top_prob(self) -> torch.Tensor | None:
+        """max_v q, [B, D]; None when the plan did not ask."""
+        return torch.stack(self._top_prob, dim=1) if self._top_prob else None
+
+    @property
+    def entropy(self) -> torch.Tensor | None:
+        """H(q) in nats, [B, D]; None when the plan did not ask."""
+        return torch.stack(self._entropy, dim=1) if self._entropy else None
 
     def gather(self, request_ids: Sequence[str], num_draft_tokens: Sequence[int]) -> torch.Tensor | None:
         """Return q as [N, V], request by request, for the first num_draft_tokens[r] positions of each request.
 
         None when a request or a position was not recorded (drafts without a distribution).
         """
-        if not self._steps or max(num_draft_tokens, default=0) > len(self._steps):
+        deepest = max(num_draft_tokens, default=0)
+        if not self._steps or deepest > len(self._steps):
             return None
-        rows: list[int] = []
-        positions: list[int] = []
-        for request_id, count in zip(request_ids, num_draft_tokens, strict=True):
-            if count == 0:
-                continue
-            row = self._rows.get(request_id)
-            if row is None:
-                return None
-            rows += [row] * count
-            positions += range(count)
-        device = self._steps[0].device
-        row_N = torch.tensor(rows, device=device)
-        position_N = torch.tensor(positions, device=device)
-        q_NV = self._steps[0].new_empty((len(rows), self._steps[0].shape[-1]))
-        for position, step_BV in enumerate(self._steps[: max(num_draft_tokens)]):
+        row_of = {request_id: row for row, request_id in enumerate(self.request_ids)}
+        if not row_of.keys() >= set(request_ids):
+            return None
+        count_R = torch.tensor(num_draft_tokens)
+        row_N = torch.tensor([row_of[request_id] for request_id in request_ids]).repeat_interleave(count_R)
+        position_N = torch.arange(row_N.numel()) - (count_R.cumsum(0) - count_R).repeat_interleave(count_R)
+        q_NV = self._steps[0].new_empty((row_N.numel(), self._steps[0].shape[-1]))
+        for position, step_BV in enumerate(self._steps[:deepest]):
             at_position = (position_N == position).nonzero().squeeze(1)
-            q_NV.index_copy_(0, at_position, step_BV.index_select(0, row_N.index_select(0, at_position)))
+            rows = row_N[at_position].to(step_BV.device)
+            q_NV.index_copy_(0, at_position.to(step_BV.device), step_BV.index_select(0, rows))
         return q_NV

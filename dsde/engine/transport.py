@@ -48,6 +48,7 @@ class WorkerReport:
     request_ids, num_draft_tokens: the requests whose drafts were verified, in batch order, and how many of each.
     kld, overlap: [N] float32 on the host, see StepObservation.
     draft_step_ms: mean time of a draft step, None when nothing was drafted.
+    draft_ids, draft_top_prob, draft_entropy, step_ms: see StepObservation.
     policy_change: set once per set_speculation_policy() call.
     """
 
@@ -56,6 +57,10 @@ class WorkerReport:
     kld: torch.Tensor | None = None
     overlap: torch.Tensor | None = None
     draft_step_ms: float | None = None
+    draft_ids: tuple[str, ...] = ()
+    draft_top_prob: torch.Tensor | None = None
+    draft_entropy: torch.Tensor | None = None
+    step_ms: float | None = None
     policy_change: PolicyChange | None = None
 
 
@@ -114,6 +119,12 @@ def observation(
         overlap=overlap,
         temperature=torch.tensor(temperature, dtype=torch.float32),
         draft_step_ms=report.draft_step_ms,
+        draft_ids=report.draft_ids,
+        draft_top_prob=report.draft_top_prob,
+        draft_entropy=report.draft_entropy,
+        step_ms=report.step_ms,
+        num_tokens=scheduled.total_num_scheduled_tokens,
+        has_prefill=len(ids) < len(scheduled.num_scheduled_tokens),
     )
 
 

@@ -24,7 +24,7 @@ __all__ = ["SUPPORTED_VLLM", "MeasuredRejectionSampler", "mend_cpu_expand", "req
 SUPPORTED_VLLM = "0.32.0"
 
 OnVerify = Callable[[list[int], torch.Tensor, torch.Tensor | None], None]
-OnDraft = Callable[[torch.Tensor, bool], None]
+OnDraft = Callable[[torch.Tensor, torch.Tensor, bool], None]
 
 
 def require_supported_vllm() -> None:
@@ -93,7 +93,7 @@ class MeasuredRejectionSampler(RejectionSampler):
 
 
 def tap_drafter(drafter: Any, on_draft: OnDraft) -> bool:
-    """Let on_draft(distribution [B, V], is_probs) read what each draft step of `drafter` samples from.
+    """Let on_draft(token_ids [B], distribution [B, V], is_probs) read each draft step of `drafter`.
 
     distribution is probabilities (temperature applied) where vLLM samples drafts, else the logits it takes the argmax
     of. Returns False, tapping nothing, for a drafter without distributions (n-gram, suffix) or one whose vocabulary
@@ -105,7 +105,7 @@ def tap_drafter(drafter: Any, on_draft: OnDraft) -> bool:
     def sample(hidden_states: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = drafter.model.compute_logits(hidden_states)
         token_ids, probs = drafter._sample_from_logits(logits, sampling_metadata)
-        on_draft(logits if probs is None else probs, probs is not None)
+        on_draft(token_ids, logits if probs is None else probs, probs is not None)
         return token_ids, probs
 
     drafter._sample_draft_tokens = sample

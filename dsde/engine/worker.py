@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from dsde.control.policies import build_policy
-from dsde.engine.drafter import DraftRecord
-from dsde.engine.transport import PolicyChange, WorkerReport, attach_report
+from dsde.control.records import SpeculationPlan
+from dsde.engine.catchup import CatchUp
+from dsde.engine.drafter import DraftEnded, DraftRecord
+from dsde.engine.transport import PolicyChange, WorkerReport, attach_report, plan_of
 from dsde.engine.verifier import Verifier
 from dsde.engine.vllm_internals import MeasuredRejectionSampler, mend_cpu_expand, require_supported_vllm, tap_drafter
 
@@ -41,6 +44,11 @@ class DsdeWorker(_Worker):
         if self.vllm_config.speculative_config is not None:
             self._speculation = _Measurement(self.vllm_config, self.model_runner)
 
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._speculation is not None:
+            self._speculation.begin(scheduler_output)
+        return super().execute_model(scheduler_output)
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         return output if self._speculation is None else self._speculation.attach(output)
@@ -64,13 +72,29 @@ class _Measurement:
         self._runner = runner
         self._drafts = DraftRecord()
         self._verifier = Verifier(self._drafts, request_ids=lambda: runner.input_batch.req_ids)
-        self._timer: _Timer | None = None
+        self._plan = SpeculationPlan()
+        self._has_drafted = False
+        self._verification: _Timer | None = None
+        self._drafting: _Timer | None = None
         self._change: PolicyChange | None = None
+        # Elsewhere vLLM's one draft forward per step keeps the drafter in step, speculating or not.
+        rests = not vllm_config.scheduler_config.async_scheduling and runner.speculative_config.uses_draft_model()
+        self._catch_up = CatchUp(runner) if rests else None
         runner.rejection_sampler = MeasuredRejectionSampler(
             runner.sampler, vllm_config.speculative_config, runner.device, on_verify=self._verifier.measure
         )
         tap_drafter(runner.drafter, self._drafts.add)
-        runner.drafter.propose = self._timed(runner.drafter.propose)
+        runner.drafter.propose = self._drafted(runner.drafter.propose)
+        runner.propose_draft_token_ids = self._planned(runner.propose_draft_token_ids)
+
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """Start an engine step."""
+        self._plan = plan_of(scheduled) or SpeculationPlan(depth=scheduled.num_spec_tokens_to_schedule)
+        self._drafting = None
+        self._has_drafted = False
+        self._verification = _Timer(self._runner.device) if scheduled.total_num_scheduled_tokens else None
+        if self._catch_up is not None:
+            self._catch_up.begin(scheduled)
 
     def change_policy(self, policy: str, settings: Mapping[str, Any]) -> None:
         build_policy(policy, settings, self._max_length)
@@ -78,44 +102,79 @@ class _Measurement:
 
     def attach(self, output: Any) -> Any:
         """Send this step's report home with `output`."""
-        pending = _PendingReport(self._verifier, self._timer, self._change)
+        if self._catch_up is not None:
+            self._catch_up.end()
+        if self._verification is not None and not self._verification.stopped:
+            self._verification.stop()
+        drafts = self._drafts if self._has_drafted else None
+        pending = _PendingReport(self._verifier, drafts, self._verification, self._drafting, self._change)
         self._verifier.forget()
-        self._timer = self._change = None
+        self._change = None
         if isinstance(output, AsyncModelRunnerOutput):
             return _ReportedOutput(output, pending)
         if isinstance(output, ModelRunnerOutput):
             attach_report(output, pending.report())
         return output
 
-    def _timed(self, propose: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_propose(*args: Any, **kwargs: Any) -> Any:
-            self._drafts.begin(self._runner.input_batch.req_ids)
+    def _planned(self, propose: Callable[..., Any]) -> Callable[..., Any]:
+        def planned_propose(*args: Any, **kwargs: Any) -> Any:
+            if self._verification is not None:
+                self._verification.stop()
+            if self._plan.depth == 0 and self._catch_up is not None:
+                self._runner._draft_probs = self._runner._draft_prob_req_ids = None
+                return torch.empty((self._runner.input_batch.num_reqs, 0), dtype=torch.int64)
+            return propose(*args, **kwargs)
+
+        return planned_propose
+
+    def _drafted(self, propose: Callable[..., Any]) -> Callable[..., Any]:
+        drafter = self._runner.drafter
+
+        def drafted_propose(*args: Any, **kwargs: Any) -> Any:
+            if self._catch_up is not None:
+                kwargs = self._catch_up.widen(kwargs, self._plan)
+            self._drafts.begin(self._runner.input_batch.req_ids, self._plan)
+            self._has_drafted = True
             timer = _Timer(self._runner.device)
-            drafts = propose(*args, **kwargs)
+            try:
+                drafts = propose(*args, **kwargs)
+            except DraftEnded:
+                drafts = self._drafts.tokens
+                drafter._last_draft_probs = self._drafts.probs
             depth = drafts.shape[1] if isinstance(drafts, torch.Tensor) else max(map(len, drafts), default=0)
-            self._timer = timer.stop(depth) if depth else None
+            read_more = self._catch_up is not None and self._catch_up.read_more
+            # Reading a backlog or a prompt is no draft step.
+            self._drafting = timer.stop(depth) if depth and not read_more else None
             return drafts
 
-        return timed_propose
+        return drafted_propose
 
 
 class _Timer:
-    """Time of one drafting, in ms per draft step; on a GPU it is read only after the step's copies arrived."""
+    """Time between two marks in ms; on a GPU it is read only after the step's copies arrived."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._stop: Any = None
+        self._parts = 1
         self._start: Any = self._mark()
 
-    def stop(self, steps: int) -> _Timer:
-        self._stop: Any = self._mark()
-        self._steps = steps
+    @property
+    def stopped(self) -> bool:
+        return self._stop is not None
+
+    def stop(self, parts: int = 1) -> _Timer:
+        """Set the second mark; `parts` equal parts lie between the two."""
+        self._stop = self._mark()
+        self._parts = parts
         return self
 
-    def step_ms(self) -> float:
+    def ms(self) -> float:
+        """Time of one part."""
         if not self._cuda:
-            return (self._stop - self._start) * 1e3 / self._steps
+            return (self._stop - self._start) * 1e3 / self._parts
         self._stop.synchronize()
-        return float(self._start.elapsed_time(self._stop)) / self._steps
+        return float(self._start.elapsed_time(self._stop)) / self._parts
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -128,15 +187,24 @@ class _Timer:
 class _PendingReport:
     """A report whose tensors may still be on their way to the host."""
 
-    def __init__(self, verifier: Verifier, timer: _Timer | None, change: PolicyChange | None) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafts: DraftRecord | None,
+        verification: _Timer | None,
+        drafting: _Timer | None,
+        change: PolicyChange | None,
+    ) -> None:
         self._request_ids, self._num_draft_tokens = verifier.verified
-        self._timer = timer
+        self._verification = verification
+        self._drafting = drafting
         self._change = change
-        self._kld, self._overlap = verifier.kld, verifier.overlap
+        drafts = drafts or DraftRecord()
+        self._draft_ids = drafts.request_ids
+        tensors = (verifier.kld, verifier.overlap, drafts.top_prob, drafts.entropy)
+        self._tensors = [None if tensor is None else tensor.to("cpu", non_blocking=True) for tensor in tensors]
         self._arrived: Any = None
-        if self._kld is not None and self._overlap is not None and self._kld.device.type == "cuda":
-            self._kld = self._kld.to("cpu", non_blocking=True)
-            self._overlap = self._overlap.to("cpu", non_blocking=True)
+        if any(tensor is not None and tensor.device.type == "cuda" for tensor in tensors):
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -144,12 +212,17 @@ class _PendingReport:
         """Wait for the tensors and return the report."""
         if self._arrived is not None:
             self._arrived.synchronize()
+        kld, overlap, top_prob, entropy = self._tensors
         return WorkerReport(
             request_ids=self._request_ids,
             num_draft_tokens=self._num_draft_tokens,
-            kld=self._kld,
-            overlap=self._overlap,
-            draft_step_ms=None if self._timer is None else self._timer.step_ms(),
+            kld=kld,
+            overlap=overlap,
+            draft_step_ms=None if self._drafting is None else self._drafting.ms(),
+            draft_ids=self._draft_ids,
+            draft_top_prob=top_prob,
+            draft_entropy=entropy,
+            step_ms=None if self._verification is None else self._verification.ms(),
             policy_change=self._change,
         )
 

@@ -1,0 +1,104 @@
+"""Resting the drafter and coming back: the drafts are the ones an engine that never rested would draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+PROMPT = [0, 5, 7, 3, 9, 2, 8, 4]
+Drafts = dict[tuple[int, ...], list[int]]
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: Any) -> Any:
+    return start_engine("static", {"length": 3}, block_size=32)
+
+
+@pytest.fixture
+def recorded(engine: Any) -> Iterator[Drafts]:
+    """Tokens of a request, the drafts that followed them: filled while the test runs."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    take = scheduler.update_draft_token_ids
+    drafts: Drafts = {}
+
+    def record(draft_token_ids: Any) -> None:
+        take(draft_token_ids)
+        for request_id in draft_token_ids.req_ids:
+            request = scheduler.requests.get(request_id)
+            if request is not None and request.spec_token_ids:
+                drafts[tuple(request.all_token_ids)] = list(request.spec_token_ids)
+
+    scheduler.update_draft_token_ids = record
+    yield drafts
+    scheduler.update_draft_token_ids = take
+    scheduler.controller.set_policy("static", {"length": 3})
+
+
+def generate(engine: Any, prompts: list[list[int]], tokens: int, at_step: Callable[[int], None] | None = None) -> None:
+    """Run to the end; at_step(n) is called before engine step n."""
+    from vllm import SamplingParams
+
+    core = engine.llm_engine.engine_core.engine_core
+    schedule, steps = core.scheduler.schedule, iter(range(10_000))
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if at_step is not None:
+            at_step(next(steps))
+        return schedule(*args, **kwargs)
+
+    core.scheduler.schedule = counted
+    try:
+        parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+    finally:
+        core.scheduler.schedule = schedule
+
+
+def switch(engine: Any, lengths: dict[int, int]) -> Callable[[int], None]:
+    """Before step n, make the length lengths[n]."""
+    controller = engine.llm_engine.engine_core.engine_core.scheduler.controller
+    return lambda step: controller.set_policy("static", {"length": lengths[step]}) if step in lengths else None
+
+
+def common(one: Drafts, other: Drafts) -> list[tuple[int, ...]]:
+    return [prefix for prefix in one if prefix in other]
+
+
+def test_drafts_after_a_rest_are_those_without_one(engine: Any, recorded: Drafts) -> None:
+    generate(engine, [PROMPT, PROMPT[:4]], 70)
+    always = dict(recorded)
+    recorded.clear()
+    engine.reset_prefix_cache()
+    generate(engine, [PROMPT, PROMPT[:4]], 70, switch(engine, {0: 0, 12: 3, 18: 0, 25: 3}))
+    shared = common(recorded, always)
+    # Plain steps advance by one token, so some prefixes after each rest are met in both runs.
+    assert len(shared) >= 8
+    assert {prefix: recorded[prefix][:2] for prefix in shared} == {prefix: always[prefix][:2] for prefix in shared}
+
+
+def test_a_resting_engine_runs_no_draft_forward(engine: Any, recorded: Drafts) -> None:
+    runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    forward, calls = runner.drafter.model.forward, []
+    runner.drafter.model.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    try:
+        generate(engine, [PROMPT], 20, switch(engine, {0: 0}))
+    finally:
+        runner.drafter.model.forward = forward
+    assert (calls, recorded) == ([], {})
+
+
+def test_a_cached_prefix_that_the_draft_never_read_is_read_later(engine: Any, recorded: Drafts) -> None:
+    long = [*PROMPT, *PROMPT, *PROMPT, *PROMPT, *PROMPT, *PROMPT, *PROMPT, *PROMPT, *PROMPT, 6]
+    engine.reset_prefix_cache()
+    generate(engine, [long], 40)
+    fresh = dict(recorded)
+    recorded.clear()
+    engine.reset_prefix_cache()
+    generate(engine, [long], 8, switch(engine, {0: 0}))
+    assert recorded == {}
+    generate(engine, [long], 40, switch(engine, {0: 3}))
+    shared = common(recorded, fresh)
+    assert len(shared) >= 10
+    assert {prefix: recorded[prefix] for prefix in shared} == {prefix: fresh[prefix] for prefix in shared}
