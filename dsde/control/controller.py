@@ -1,10 +1,12 @@
 """The controller: one plan per decoding iteration, from what the iterations before it measured.
 
-It composes history, policies and figures and holds no rule of its own. It knows requests only by their ids.
+It composes history, policies, figures and what was learnt of acceptance and costs, and holds no rule of its own. It
+knows requests only by their ids.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,11 +16,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from dsde.control.acceptance import Acceptance, Verification
+from dsde.control.cost import StepCost, StepTime
 from dsde.control.figures import EMPTY, Figures
 from dsde.control.history import History
 from dsde.control.policies import Policy, build_policy
-from dsde.control.policies.base import Signals
-from dsde.control.records import RequestSpeculation, SpeculationPlan, StepObservation
+from dsde.control.policies.base import Batch, Signals, Step
+from dsde.control.records import DraftStop, RequestSpeculation, SpeculationPlan, StepObservation
+from dsde.control.stop import combine
 
 __all__ = ["Controller"]
 
@@ -37,7 +42,9 @@ class Controller:
     """Sets the speculation length of every request at every step, and keeps each request's figures.
 
     policy: the default policy, built or by name with `settings`. capacity: requests that decode together, a hard bound
-    (max_num_seqs). max_length: longest speculation length in draft tokens. ValueError for a bad policy or setting.
+    (max_num_seqs). max_length: longest speculation length in draft tokens. trims: whether trim() will follow every
+    drafting, as it does in synchronous scheduling; without it a plan's lengths are what is verified. ValueError for a
+    bad policy or setting.
     """
 
     def __init__(
@@ -47,7 +54,9 @@ class Controller:
         *,
         capacity: int,
         max_length: int,
+        trims: bool = False,
     ) -> None:
+        self._capacity, self._trims = capacity, trims
         self._policies: WeakValueDictionary[tuple[str, object], Policy] = WeakValueDictionary()
         self._max_length = max_length
         self._default = self._build(policy, settings or {}) if isinstance(policy, str) else self._intern(policy)
@@ -55,6 +64,8 @@ class Controller:
         self._choosers = 0
         self._history = History(capacity)
         self._figures = Figures(capacity)
+        self._acceptance = Acceptance(capacity, max_length)
+        self._cost = StepCost(capacity, max_length)
         self._limits = torch.zeros(capacity, dtype=torch.int64)
         self._capped = torch.zeros(capacity, dtype=torch.float64)
         self._ignored_steps = 0
@@ -105,7 +116,9 @@ class Controller:
         self._default = self._build(name, settings or {})
         followers = [r.slot for r in self._requests.values() if r.own is None and r.slot is not None]
         if followers:
-            self._history.set_warmup(torch.tensor(followers), self._default.warmup_tokens)
+            slots = torch.tensor(followers)
+            self._history.set_warmup(slots, self._default.warmup_tokens)
+            self._default.start(slots)
 
     def plan(self, request_ids: Sequence[str], room: Sequence[int]) -> SpeculationPlan:
         """Lengths for the drafting at the end of this step.
@@ -127,20 +140,45 @@ class Controller:
         usable = torch.tensor(room)
 
         lengths, caps = torch.empty_like(limits), torch.empty_like(limits)
+        stops: list[tuple[DraftStop | None, Sequence[str]]] = []
         for policy, part in self._groups(requests):
-            proposal = policy.propose(self._history.recent(slots[part]), limits[part])
+            batch = self._batch(request_ids, slots, limits, usable, part)
+            proposal = policy.plan(batch)
             lengths[part], caps[part] = proposal.lengths, proposal.caps
+            stops.append((proposal.stop, batch.ids))
 
         wanted = torch.minimum(lengths, usable).clamp_(min=0)
         self._capped[slots] = (caps < wanted).double()
         planned = torch.minimum(wanted, caps).tolist()
-        return SpeculationPlan(max(planned), MappingProxyType(dict(zip(request_ids, planned, strict=True))))
+        by_id = dict(zip(request_ids, planned, strict=True))
+        return SpeculationPlan(max(planned), MappingProxyType(by_id), combine(stops, by_id))
+
+    def trim(self, plan: SpeculationPlan, room: Mapping[str, int]) -> SpeculationPlan:
+        """Final lengths of the drafts just drawn, for the scheduler to cut them to: call it after observe().
+
+        plan: the plan of that drafting. room: request id -> the most draft tokens it can use; a request that is absent
+        has ended and gets none. No length grows, and none depends on a token of its own slot or later.
+        """
+        if not plan.depth:
+            return plan
+        alive = [(i, r) for i in plan.lengths if i in room and (r := self._requests.get(i)) and r.slot is not None]
+        lengths = {i: min(length, room[i]) for i, length in plan.lengths.items() if i in room}
+        if alive:
+            ids, requests = zip(*alive, strict=True)
+            slots = torch.tensor([r.slot for r in requests])
+            limits = self._limits.index_select(0, slots)
+            usable = torch.tensor([lengths[i] for i in ids])
+            for policy, part in self._groups(requests):
+                usable[part] = policy.trim(self._batch(ids, slots, limits, usable, part), usable[part])
+            lengths.update(zip(ids, usable.tolist(), strict=True))
+        return SpeculationPlan(max(lengths.values(), default=0), MappingProxyType(lengths))
 
     def observe(self, observation: StepObservation, plan: SpeculationPlan | None = None) -> None:
         """Learn from one verification step.
 
-        plan: the plan whose drafting ran in the same engine step, which is the drafting that draft_step_ms timed; its
-        stragglers are booked. Requests that are not live, or preempted and not planned since, are passed over.
+        plan: the plan whose drafting ran in the same engine step, which is the drafting that draft_step_ms timed and
+        whose confidences came along; its stragglers are booked. Requests that are not live, or preempted and not
+        planned since, are passed over.
         ValueError when kld and overlap do not have sum(num_draft_tokens) entries.
         """
         drafted = observation.num_draft_tokens
@@ -152,14 +190,18 @@ class Controller:
             )
         requests = [self._requests.get(request_id) for request_id in observation.request_ids]
         known = [r for r in requests if r is not None and r.parked is None]
+        time = self._spend(observation, plan)
+        self._acceptance.tick()
         if known:
             if len(known) == len(requests):
-                self._learn(known, observation, drafted, row)
+                self._learn(known, observation, drafted, row, time)
             else:
                 kept = torch.tensor([r is not None and r.parked is None for r in requests])
-                self._learn(known, *_keep(observation, kept, row))
+                self._learn(known, *_keep(observation, kept, row), time)
+        self._remember(observation)
         if plan is not None and observation.draft_step_ms is not None:
-            self._straggle(plan, observation.draft_step_ms)
+            top = observation.draft_top_prob
+            self._straggle(plan, observation.draft_step_ms, plan.depth if top is None else top.shape[1])
 
     def preempt(self, request_id: str) -> None:
         """Free the request's slot: its history is forgotten and its calibration starts again when it is next planned.
@@ -198,11 +240,16 @@ class Controller:
 
     def _intern(self, policy: Policy) -> Policy:
         # Requests that chose alike must share one object: a batch is grouped, and capped, by policy.
-        return self._policies.setdefault((policy.name, policy.settings), policy)
+        known = self._policies.setdefault((policy.name, policy.settings), policy)
+        if known is policy:
+            policy.attach(self._capacity)
+        return known
 
     def _place(self, request: _Request) -> int:
         slot = self._history.allocate((request.own or self._default).warmup_tokens)
         self._figures.put(slot, request.parked)
+        self._acceptance.start(slot)
+        (request.own or self._default).start(torch.tensor([slot]))
         self._limits[slot] = request.limit
         self._capped[slot] = 0.0
         request.slot, request.parked = slot, None
@@ -216,18 +263,60 @@ class Controller:
             parts.setdefault(request.own or self._default, []).append(index)
         return [(policy, torch.tensor(part)) for policy, part in parts.items()]
 
-    def _signals(self, requests: Sequence[_Request], slots: Tensor) -> Signals:
-        groups = self._groups(requests)
+    def _batch(self, ids: Sequence[str], slots: Tensor, limits: Tensor, usable: Tensor, part: Tensor | slice) -> Batch:
+        return Batch(
+            ids=ids if isinstance(part, slice) else [ids[index] for index in part.tolist()],
+            slots=slots[part],
+            limits=limits[part],
+            usable=torch.minimum(usable[part], limits[part]),
+            size=len(ids),
+            trims=self._trims,
+            history=self._history,
+            acceptance=self._acceptance,
+            cost=self._cost,
+        )
+
+    def _spend(self, observation: StepObservation, plan: SpeculationPlan | None) -> StepTime:
+        """Learn the costs of the step; its times."""
+        top = observation.draft_top_prob
+        depth = top.shape[1] if top is not None else 0 if plan is None else plan.depth
+        drafting = len(plan.lengths) if plan is not None else len(observation.draft_ids)
+        # Without a count of tokens, the step's own: one for each request, and its drafts.
+        tokens = observation.num_tokens or len(observation.request_ids) + observation.kld.numel()
+        return self._cost.learn(
+            tokens, observation.step_ms, observation.has_prefill, drafting, depth, observation.draft_step_ms
+        )
+
+    def _remember(self, observation: StepObservation) -> None:
+        """Keep the drafter's confidence in the drafts it has just drawn, until they are verified."""
+        top, spread = observation.draft_top_prob, observation.draft_entropy
+        if top is None or spread is None or not observation.draft_ids:
+            return
+        slots = [r.slot if (r := self._requests.get(i)) else None for i in observation.draft_ids]
+        if None in slots:
+            kept = torch.tensor([slot is not None for slot in slots])
+            top, spread, slots = top[kept], spread[kept], [slot for slot in slots if slot is not None]
+        if slots and top.shape[1]:
+            self._acceptance.draft(torch.tensor(slots), top, spread)
+
+    def _signals(self, groups: list[tuple[Policy, Tensor | slice]], requests: int, slots: Tensor) -> Signals:
         if len(groups) == 1:
             return groups[0][0].signals(self._history.recent(slots))
-        factor = torch.empty(len(requests), dtype=torch.float64)
+        factor = torch.empty(requests, dtype=torch.float64)
         ratio = torch.empty_like(factor)
         for policy, part in groups:
             signals = policy.signals(self._history.recent(slots[part]))
             factor[part], ratio[part] = signals.scale_factor, signals.wvir
         return Signals(factor, ratio)
 
-    def _learn(self, requests: Sequence[_Request], observation: StepObservation, drafted: Tensor, row: Tensor) -> None:
+    def _learn(
+        self,
+        requests: Sequence[_Request],
+        observation: StepObservation,
+        drafted: Tensor,
+        row: Tensor,
+        time: StepTime,
+    ) -> None:
         slots = torch.tensor([self._place(r) if r.slot is None else r.slot for r in requests])
         both = torch.stack((observation.kld, observation.overlap)).double()
         sums = torch.zeros(2, len(requests), dtype=torch.float64).index_add_(1, row, both)
@@ -239,15 +328,40 @@ class Controller:
 
         accepted, temperature = observation.num_accepted_tokens, observation.temperature
         self._history.append(slots, drafted, accepted, temperature, row, both[0], kld_sum, kld_max, usable)
-        signals = self._signals(requests, slots)
+        groups = self._groups(requests)
+        signals = self._signals(groups, len(requests), slots)
         capped = self._capped.index_select(0, slots)
         self._capped.index_fill_(0, slots, 0.0)
         self._figures.measure(
             slots, drafted, usable, kld_sum, overlap_sum, kld_max, signals.wvir, signals.penalty <= 1.0, capped
         )
+        self._verify(slots, drafted, accepted, temperature, row, both[1])
+        for policy, part in groups:
+            policy.observe(
+                Step(
+                    slots=slots[part],
+                    drafted=drafted[part],
+                    accepted=accepted[part],
+                    size=len(requests),
+                    verify_ms=time.verify,
+                    draft_ms=time.draft,
+                    plain_ms=self._cost.verify(len(requests)),
+                    measured=time.measured,
+                )
+            )
 
-    def _straggle(self, plan: SpeculationPlan, draft_step_ms: float) -> None:
-        lengths = list(plan.lengths.values())
+    def _verify(
+        self, slots: Tensor, drafted: Tensor, accepted: Tensor, temperature: Tensor, row: Tensor, overlap: Tensor
+    ) -> None:
+        """Teach the acceptance models; overlap: [N] of the positions that `row` [N] owns."""
+        depth = int(drafted.max())
+        table = torch.full((slots.numel(), depth), math.nan, dtype=torch.float64)
+        position = torch.arange(row.numel()) - (drafted.cumsum(0) - drafted).index_select(0, row)
+        table[row, position] = overlap
+        self._acceptance.learn(Verification(slots, drafted, accepted, table), temperature)
+
+    def _straggle(self, plan: SpeculationPlan, draft_step_ms: float, depth: int) -> None:
+        lengths = [min(length, depth) for length in plan.lengths.values()]
         if len(lengths) < 2:
             return
         second, longest = sorted(lengths)[-2:]

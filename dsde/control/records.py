@@ -6,7 +6,7 @@ leaves with the last output of a request. All are immutable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,11 +19,18 @@ __all__ = ["DraftStop", "RequestSpeculation", "SpeculationPlan", "StepObservatio
 class DraftStop(Protocol):
     """Decides inside the draft loop, on the drafter's device; it pickles, since it travels with the plan."""
 
+    def bind(self, request_ids: Sequence[str]) -> DraftStop:
+        """The rule for the requests of one drafting in batch order: call it once before the loop, and use its answer.
+
+        Requests that it does not know want no draft tokens.
+        """
+
     def goes_on(self, step: int, top_prob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         """[B] bool after draft step `step` (0-based): which requests want another draft token.
 
         top_prob: [B], max_v q of the step. entropy: [B], H(q) in nats. Requests are in batch order, which is the order
-        of StepObservation.draft_ids. Drafting ends when nobody wants another one.
+        of StepObservation.draft_ids. Drafting ends when nobody wants another one; a request that once wanted none gets
+        none, whatever a later answer says of it.
         """
 
 

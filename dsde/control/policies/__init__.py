@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsde.control.policies.adaedl import AdaEdl, AdaEdlSettings
 from dsde.control.policies.autoregressive import Autoregressive, AutoregressiveSettings
 from dsde.control.policies.base import Policy, Proposal, Registration, build, choices
+from dsde.control.policies.batch_schedule import BatchSchedule, BatchScheduleSettings
+from dsde.control.policies.goodput import Goodput, GoodputSettings
 from dsde.control.policies.paper import Paper, PaperSettings
 from dsde.control.policies.reference import Reference, ReferenceSettings
 from dsde.control.policies.static import Static, StaticSettings
@@ -14,7 +17,10 @@ from dsde.control.policies.static import Static, StaticSettings
 __all__ = ["Policy", "Proposal", "build_policy", "policy_names"]
 
 _REGISTRY: dict[str, Registration] = {
+    "adaedl": Registration(AdaEdl, AdaEdlSettings),
     "autoregressive": Registration(Autoregressive, AutoregressiveSettings),
+    "batch_schedule": Registration(BatchSchedule, BatchScheduleSettings),
+    "goodput": Registration(Goodput, GoodputSettings),
     "paper": Registration(Paper, PaperSettings),
     "reference": Registration(Reference, ReferenceSettings),
     "static": Registration(Static, StaticSettings),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsde.control.history import Recent
-from dsde.control.policies.base import Proposal, Signals
+from dsde.control.policies.base import Policy, Proposal, Signals
 from dsde.control.policies.paper import Paper, PaperSettings
 
 __all__ = ["Autoregressive", "AutoregressiveSettings"]
@@ -19,7 +19,7 @@ class AutoregressiveSettings:
     """It has none."""
 
 
-class Autoregressive:
+class Autoregressive(Policy):
     """Length 0 for every request; steps drafted before a switch to it are still measured as in `paper`."""
 
     name = "autoregressive"

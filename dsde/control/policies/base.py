@@ -1,16 +1,35 @@
-"""What a policy is, and how its settings are read. A policy keeps no state: all it knows comes from the history."""
+"""What a policy is, and how its settings are read.
+
+A rule over the history implements propose() and no more. A policy that learns overrides the hooks, whose defaults here
+do nothing; a state of its own is kept per slot, and starts afresh whenever a slot starts to follow the policy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 from torch import Tensor
 
-from dsde.control.history import Recent
+from dsde.control.acceptance import Acceptance
+from dsde.control.cost import StepCost
+from dsde.control.history import History, Recent
+from dsde.control.records import DraftStop
 
-__all__ = ["Policy", "Proposal", "Registration", "Signals", "build", "check_number", "choices"]
+__all__ = [
+    "Batch",
+    "Policy",
+    "Proposal",
+    "Registration",
+    "Signals",
+    "Step",
+    "build",
+    "check_flag",
+    "check_number",
+    "choices",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +50,97 @@ class Proposal:
     """Speculation lengths of B requests, [B] int64 in draft tokens.
 
     lengths: each request's own prediction, 0 <= length <= its limit. caps: SL_cap; the request runs min(length, cap).
+    stop: rule that may end the drafting earlier.
     """
 
     lengths: Tensor
     caps: Tensor
+    stop: DraftStop | None = None
 
 
-class Policy(Protocol):
-    """A rule from history to speculation lengths."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The B requests of one policy that are about to draft, or have just drafted, and what the controller has learnt.
+
+    ids: B ids. slots: [B] int64. limits: [B] int64, the longest each may ever have. usable: [B] int64, the most that
+    it can use now, limit included. size: requests of the whole batch, of other policies too. trims: whether trim()
+    will follow the drafting.
+    """
+
+    ids: Sequence[str]
+    slots: Tensor
+    limits: Tensor
+    usable: Tensor
+    size: int
+    trims: bool
+    history: History
+    acceptance: Acceptance
+    cost: StepCost
 
     @property
-    def name(self) -> str:
-        """The name under which it is registered."""
+    def recent(self) -> Recent:
+        """The requests' history; costs a gather, so it is read only by those who want it."""
+        return self.history.recent(self.slots)
 
-    @property
-    def settings(self) -> object:
-        """Its frozen settings; two policies with equal name and settings decide alike."""
 
-    @property
-    def warmup_tokens(self) -> int:
-        """Verified draft tokens after which a request's calibration is over."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One verification step, of the R requests of one policy. slots, drafted, accepted: [R] int64.
 
+    size: requests that decoded in the step, of other policies too. verify_ms, draft_ms: times of the step's two halves
+    for the whole batch, draft_ms 0 where nothing was drafted after it. plain_ms: expected time of a step in which the
+    same requests decode without speculation. measured: whether verify_ms was, or is what was expected.
+    """
+
+    slots: Tensor
+    drafted: Tensor
+    accepted: Tensor
+    size: int
+    verify_ms: float
+    draft_ms: float
+    plain_ms: float
+    measured: bool
+
+
+class Policy(ABC):
+    """A rule that sets speculation lengths.
+
+    name: under which it is registered. settings: frozen; two policies with equal name and settings decide alike.
+    warmup_tokens: verified draft tokens after which a request's calibration is over.
+    """
+
+    name: str
+    settings: Any
+    warmup_tokens: int
+
+    @abstractmethod
     def signals(self, recent: Recent) -> Signals:
         """How stable each request is by this policy's windows and decay."""
 
+    @abstractmethod
     def propose(self, recent: Recent, limits: Tensor) -> Proposal:
-        """The batch's next lengths; limits: [B] int64, the longest each request may ever have."""
+        """The batch's next lengths from its history; limits: [B] int64, the longest each request may ever have."""
+
+    def plan(self, batch: Batch) -> Proposal:
+        """The batch's next lengths, before drafting."""
+        return self.propose(batch.recent, batch.limits)
+
+    def attach(self, capacity: int) -> None:  # noqa: B027
+        """Make room for the state of `capacity` slots; the controller calls it once, before all else."""
+
+    def start(self, slots: Tensor) -> None:  # noqa: B027
+        """Slots [B] follow this policy from now on, and what it knew of them is void."""
+
+    def observe(self, step: Step) -> None:  # noqa: B027
+        """Learn from one verification step."""
+
+    def trim(self, batch: Batch, lengths: Tensor) -> Tensor:
+        """Final lengths [B] of the drafts just drawn, at most `lengths` [B] int64.
+
+        Whether slot j is verified may depend on the draft distributions up to j and on the tokens before j, never on
+        the token drawn at j: that would change the output's distribution.
+        """
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +154,15 @@ class Registration:
 def build(registration: Registration, name: str, settings: Mapping[str, Any], max_length: int) -> Policy:
     """The registered policy with `settings`; ValueError for a setting it does not have or a value it does not take."""
     known = [field.name for field in fields(registration.settings)]
+    needed = [f.name for f in fields(registration.settings) if f.default is MISSING and f.name not in settings]
     for setting, value in settings.items():
         if setting not in known:
             accepted = f"choose {choices(known)}" if known else "it takes none"
             raise ValueError(
                 f"speculation.settings.{setting} {value!r} is not a setting of policy {name!r}: {accepted}"
             )
+    if needed:
+        raise ValueError(f"speculation.settings.{needed[0]} is missing: policy {name!r} needs it")
     return registration.rule(registration.settings(**settings), max_length)
 
 
@@ -89,6 +176,12 @@ def check_number(
         noun = "an integer" if integer else "a number"
         bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
         raise ValueError(f"speculation.settings.{field} {value!r} is not accepted: give {noun} {bounds}")
+
+
+def check_flag(field: str, value: object) -> None:
+    """ValueError unless `value` is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"speculation.settings.{field} {value!r} is not accepted: give true or false")
 
 
 def choices(names: Iterable[str]) -> str:

@@ -5,13 +5,13 @@ The presets differ in windows, SL_max and SL_min, warm-up length and rounding; e
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from dsde.control.history import Recent
-from dsde.control.policies.base import Proposal, Signals
+from dsde.control.policies.base import Policy, Proposal, Signals
 
 __all__ = ["EPS", "DsdeRule"]
 
@@ -19,10 +19,11 @@ EPS = 1e-8
 """Keeps a ratio finite where its denominator is 0."""
 
 
-class DsdeRule(ABC):
+class DsdeRule(Policy):
     """Predicts SL_hat per request and caps it with the batch's mean.
 
     A calibrating request runs its warm-up length. It has no prediction yet, so it is neither in the cap's mean nor cut.
+    The setting `cap` = False leaves the cap out: an ablation, in which the longest prediction sets the batch's depth.
     """
 
     def propose(self, recent: Recent, limits: Tensor) -> Proposal:
@@ -62,7 +63,7 @@ class DsdeRule(ABC):
         """Whole lengths and their caps; a calibrating request's cap is its own length."""
         lengths = torch.where(calibrating, warmup, self.round(predicted)).long()
         measured = predicted[~calibrating]
-        if not measured.numel():
+        if not measured.numel() or not self.settings.cap:
             return Proposal(lengths, lengths)
         cap = self.cap(measured).long()
         return Proposal(lengths, torch.where(calibrating, lengths, cap))

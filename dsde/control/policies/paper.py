@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsde.control.history import WINDOW, Recent
-from dsde.control.policies.base import Signals, check_number
+from dsde.control.policies.base import Signals, check_flag, check_number
 from dsde.control.policies.dsde import EPS, DsdeRule
 from dsde.control.signals import scale_factor, weighted_variance, wvir
 
@@ -23,6 +23,7 @@ __all__ = ["Paper", "PaperSettings"]
 class PaperSettings:
     """decay: weight of a KLD is decay**age. short_window, long_window: newest KLDs under WVIR's two variances.
     min_length: SL_min. warmup_length: SL while calibrating. warmup_tokens: verified draft tokens that end calibration.
+    cap: whether SL_cap applies.
     """
 
     decay: float = 0.85
@@ -31,6 +32,7 @@ class PaperSettings:
     min_length: int = 2
     warmup_length: int = 5
     warmup_tokens: int = 30
+    cap: bool = True
 
     def __post_init__(self) -> None:
         check_number("decay", self.decay, 0, 1, open_low=True)
@@ -39,6 +41,7 @@ class PaperSettings:
         check_number("min_length", self.min_length, 0, 64, integer=True)
         check_number("warmup_length", self.warmup_length, 1, 64, integer=True)
         check_number("warmup_tokens", self.warmup_tokens, 1, 10_000, integer=True)
+        check_flag("cap", self.cap)
 
 
 class Paper(DsdeRule):

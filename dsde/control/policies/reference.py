@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsde.control.history import Recent
-from dsde.control.policies.base import Signals, check_number
+from dsde.control.policies.base import Signals, check_flag, check_number
 from dsde.control.policies.dsde import EPS, DsdeRule
 from dsde.control.signals import scale_factor, weighted_variance, wvir
 
@@ -25,18 +25,21 @@ FLAT_WVIR = 20.0
 class ReferenceSettings:
     """decay: weight of a KLD is decay**age. min_length: least SL_min. warmup_length: SL of the first step.
     warmup_tokens: verified draft tokens that end calibration.
+    cap: whether SL_cap applies.
     """
 
     decay: float = 0.9
     min_length: int = 2
     warmup_length: int = 2
     warmup_tokens: int = 30
+    cap: bool = True
 
     def __post_init__(self) -> None:
         check_number("decay", self.decay, 0, 1, open_low=True)
         check_number("min_length", self.min_length, 0, 64, integer=True)
         check_number("warmup_length", self.warmup_length, 1, 64, integer=True)
         check_number("warmup_tokens", self.warmup_tokens, 1, 10_000, integer=True)
+        check_flag("cap", self.cap)
 
 
 class Reference(DsdeRule):

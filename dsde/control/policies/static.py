@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsde.control.history import Recent
-from dsde.control.policies.base import Proposal, Signals, check_number
+from dsde.control.policies.base import Policy, Proposal, Signals, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
 
 __all__ = ["Static", "StaticSettings"]
@@ -23,7 +23,7 @@ class StaticSettings:
     length: int | None = None
 
 
-class Static:
+class Static(Policy):
     """K draft tokens for everyone; no cap. Stability is measured as the paper's preset measures it."""
 
     name = "static"

@@ -411,7 +411,10 @@ def test_mixed_policies_measure_stability_by_their_own_preset() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"policy": "foo"}, r"'foo' is unknown: choose autoregressive, paper, reference or static"),
+        (
+            {"policy": "foo"},
+            r"'foo' is unknown: choose adaedl, autoregressive, batch_schedule, goodput, paper, reference or static",
+        ),
         ({"policy": "static", "settings": {"length": 9}}, r"length 9 .* from 0 to 8"),
         ({"settings": {"length": 1}}, r"settings \{'length': 1\} come without a policy"),
         ({"max_length": -1}, r"dsde_max_length -1 .* an integer from 0 to 8"),

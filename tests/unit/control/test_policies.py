@@ -183,14 +183,20 @@ def test_static_and_autoregressive() -> None:
 
 
 def test_names() -> None:
-    assert policy_names() == ("autoregressive", "paper", "reference", "static")
-    assert [build_policy(name, {}, 8).name for name in policy_names()] == list(policy_names())
+    names = ("adaedl", "autoregressive", "batch_schedule", "goodput", "paper", "reference", "static")
+    assert policy_names() == names
+    needed = {"batch_schedule": {"table": {1: 4}}}
+    assert tuple(build_policy(name, needed.get(name, {}), 8).name for name in names) == names
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("foo", {}, r"speculation\.policy 'foo' is unknown: choose autoregressive, paper, reference or static"),
+        (
+            "foo",
+            {},
+            r"speculation\.policy 'foo' is unknown: choose adaedl, autoregressive, batch_schedule, goodput, paper, reference or static",
+        ),
         ("static", {"k": 3}, r"speculation\.settings\.k 3 is not a setting of policy 'static': choose length"),
         ("autoregressive", {"length": 0}, r"speculation\.settings\.length 0 .*'autoregressive': it takes none"),
         ("static", {"length": 9}, r"speculation\.settings\.length 9 .* an integer from 0 to 8"),
@@ -206,7 +212,7 @@ def test_names() -> None:
         (
             "reference",
             {"short_window": 10},
-            r"short_window 10 .*choose decay, min_length, warmup_length or warmup_tokens",
+            r"short_window 10 .*choose decay, min_length, warmup_length, warmup_tokens or cap",
         ),
         ("reference", {"warmup_tokens": 0}, r"warmup_tokens 0 .* from 1"),
     ],

@@ -1,0 +1,183 @@
+"""What a step costs, learnt while serving: verification of t tokens, one draft step of n requests. No profiling run.
+
+Only ratios of costs decide anything, so the prior is a shape without a unit: verification 1 + 0.03 t, a draft step
+0.12. The first clean measurement gives it its scale in milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Curve", "StepCost", "StepTime"]
+
+VERIFY_PRIOR = (1.0, 0.03)
+DRAFT_PRIOR = (0.12, 0.0)
+"""Constant and slope, in units of the constant part of one verification."""
+
+FORGETTING = 0.995
+OUTLIER = 4.0
+"""A time further than this factor from its prediction is a pause, or the machine has changed."""
+RESTART = 8
+"""Outliers in a row after which it is the machine."""
+CLIP = 0.5
+"""Relative error above which a measurement pulls no harder."""
+LOCAL_MEMORY = 50.0
+LOCAL_PRIOR = 4.0
+"""Measurements at one size that the average there remembers, and that weigh as much as the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Times of one engine step, ms. verify: forward, verification and sampling. draft: all draft steps that followed.
+
+    measured: whether verify is a measurement of decoding alone, without prompt tokens and without a pause.
+    """
+
+    verify: float
+    draft: float
+    measured: bool
+
+
+class Curve:
+    """t(x) = a + b x by recursive least squares on relative errors, and the average of t / (a + b x) at each x seen.
+
+    The line generalises and the averages follow staircases. Only the direction in (a, b) that a measurement excites is
+    forgotten, so that a load that never varies keeps the slope it once learnt. prior: (a, b) up to a common factor.
+    """
+
+    def __init__(self, prior: tuple[float, float], sizes: int) -> None:
+        self._prior = prior
+        self._scaled = False
+        self._a, self._b = prior
+        self._information = (0.0, 0.0, 0.0)
+        self._strange = 0
+        self._ratio = [1.0] * (sizes + 1)
+        self._count = [0.0] * (sizes + 1)
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything has been measured, so that times are in ms."""
+        return self._scaled
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(a, b), both at least 0: the nearest admissible point in the metric of what was measured."""
+        a, b = self._a, self._b
+        aa, ab, bb = self._information
+        if b < 0.0:
+            return max(0.0, a + (ab / aa * b if aa else 0.0)), 0.0
+        if a < 0.0:
+            return 0.0, max(0.0, b + (ab / bb * a if bb else 0.0))
+        return a, b
+
+    def at(self, size: int) -> float:
+        """Expected time at x = size."""
+        a, b = self.line
+        time = a + b * size
+        if size < len(self._count):
+            count = self._count[size]
+            time *= (count * self._ratio[size] + LOCAL_PRIOR) / (count + LOCAL_PRIOR)
+        return time
+
+    def rescale(self, unit: float) -> None:
+        """Put the prior into ms, where nothing has been measured yet: (a, b) = prior * unit."""
+        if not self._scaled:
+            self._a, self._b = self._prior[0] * unit, self._prior[1] * unit
+
+    def learn(self, size: int, time: float) -> bool:
+        """Take one measurement in ms; False where it was taken for a pause and ignored."""
+        if not self._scaled:
+            self._start(size, time)
+        predicted = max(self.at(size), 1e-9)
+        if not predicted / OUTLIER <= time <= predicted * OUTLIER:
+            self._strange += 1
+            if self._strange < RESTART:
+                return False
+            self._start(size, time)
+        self._strange = 0
+        self._fit(size, time)
+        return True
+
+    def _start(self, size: int, time: float) -> None:
+        a, b = self._prior
+        unit = time / (a + b * size)
+        self._a, self._b = a * unit, b * unit
+        # The prior leaves the constant within a factor of two, and the slope within one of about ten.
+        self._information = ((0.5 / time) ** 2, 0.0, (0.1 / max(self._b, 0.02 * time)) ** 2)
+        self._scaled = True
+        self._count = [0.0] * len(self._count)
+
+    def _fit(self, size: int, time: float) -> None:
+        aa, ab, bb = self._information
+        x = float(size)
+        along_a, along_b = aa + ab * x, ab + bb * x
+        excited = along_a + along_b * x
+        forget = (1.0 - FORGETTING) / excited
+        weight = 1.0 / time**2
+        aa += weight - forget * along_a * along_a
+        ab += weight * x - forget * along_a * along_b
+        bb += weight * x * x - forget * along_b * along_b
+        self._information = (aa, ab, bb)
+
+        expected = self._a + self._b * x
+        error = time - expected
+        bound = CLIP * max(expected, 1e-9)
+        pull = weight * max(-bound, min(bound, error))
+        determinant = aa * bb - ab * ab
+        if determinant > 1e-12 * aa * bb:
+            self._a += (bb - ab * x) * pull / determinant
+            self._b += (aa * x - ab) * pull / determinant
+
+        a, b = self.line
+        if size < len(self._count):
+            count = self._count[size] = min(self._count[size] + 1.0, LOCAL_MEMORY)
+            ratio = time / max(a + b * x, 1e-9)
+            self._ratio[size] += (min(OUTLIER, ratio) - self._ratio[size]) / count
+
+
+class StepCost:
+    """Costs of the engine's steps, ms once measured. capacity: most requests of a batch; max_length: longest draft."""
+
+    def __init__(self, capacity: int, max_length: int) -> None:
+        self._verify = Curve(VERIFY_PRIOR, capacity * (1 + max_length))
+        self._draft = Curve(DRAFT_PRIOR, capacity)
+
+    @property
+    def token(self) -> float:
+        """b, the price of one more token in a verification."""
+        return self._verify.line[1]
+
+    def verify(self, tokens: int) -> float:
+        """Time of one step that decodes or verifies `tokens` tokens."""
+        return self._verify.at(tokens)
+
+    def draft(self, requests: int) -> float:
+        """d(n), time of one draft step of n requests."""
+        return self._draft.at(requests)
+
+    def learn(
+        self,
+        tokens: int,
+        step_ms: float | None,
+        has_prefill: bool,
+        drafting: int,
+        depth: int,
+        draft_step_ms: float | None,
+    ) -> StepTime:
+        """Take one engine step and return its times, expected ones where measured ones are no decoding.
+
+        tokens: tokens of the forward. drafting: requests in the drafting, of `depth` draft steps of draft_step_ms each.
+        """
+        clean = step_ms is not None and step_ms > 0.0 and not has_prefill and tokens > 0
+        if clean:
+            assert step_ms is not None
+            clean = self._verify.learn(tokens, step_ms)
+            self._draft.rescale(self._verify.line[0])
+        drafted = 0.0
+        if depth > 0 and drafting > 0:
+            timed = draft_step_ms is not None and draft_step_ms > 0.0 and not has_prefill
+            expected = self.draft(drafting)
+            if timed and draft_step_ms is not None and self._draft.learn(drafting, draft_step_ms):
+                expected = draft_step_ms
+            drafted = depth * expected
+        return StepTime(step_ms if clean and step_ms is not None else self.verify(tokens), drafted, clean)

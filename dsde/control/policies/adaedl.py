@@ -1,0 +1,130 @@
+"""Baseline `adaedl` (arXiv 2410.18351): a request stops drafting when a bound on its acceptance falls too low.
+
+The bound of a slot is 1 - sqrt(gamma H(q)), H the draft's entropy in nats; the threshold lambda follows the request's
+acceptance rate. The slot at which it falls is drawn, since its forward has run, but not verified; the first slot
+always is, because the published method never rests. Without trim(), in asynchronous scheduling, no stop is possible
+and every request has its base length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsde.control.history import Recent
+from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step, check_number
+from dsde.control.policies.paper import Paper, PaperSettings
+from dsde.control.records import DraftStop
+
+__all__ = ["AdaEdl", "AdaEdlSettings"]
+
+BASE_LENGTH = 7
+TARGET_RATE = 0.9
+STEP = 0.01
+RATE_MEMORY = 0.5
+THRESHOLD_MEMORY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class AdaEdlSettings:
+    """length: base length in draft tokens; None = 7, or the longest where that is shorter. gamma: weight of the entropy
+    under the root. threshold: lambda of a new request.
+    """
+
+    length: int | None = None
+    gamma: float = 0.5
+    threshold: float = 0.4
+
+    def __post_init__(self) -> None:
+        check_number("gamma", self.gamma, 0, 100)
+        check_number("threshold", self.threshold, -10, 1)
+
+
+class AdaEdl(Policy):
+    """Base length for everyone, cut at the first slot whose bound is below the request's lambda."""
+
+    name = "adaedl"
+
+    def __init__(self, settings: AdaEdlSettings, max_length: int) -> None:
+        if settings.length is not None:
+            check_number("length", settings.length, 0, max_length, integer=True)
+        self._length = min(BASE_LENGTH, max_length) if settings.length is None else settings.length
+        self.settings = replace(settings, length=self._length)
+        self._measure = Paper(PaperSettings(), max_length)
+        self.warmup_tokens = self._measure.warmup_tokens
+
+    def signals(self, recent: Recent) -> Signals:
+        """As in `paper`."""
+        return self._measure.signals(recent)
+
+    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+        """min(base length, limit) for each request."""
+        lengths = torch.clamp(limits, max=self._length)
+        return Proposal(lengths, lengths)
+
+    def attach(self, capacity: int) -> None:
+        """Lambda and the smoothed acceptance rate of each slot."""
+        self._threshold = torch.full((capacity,), self.settings.threshold, dtype=torch.float64)
+        self._rate = torch.full((capacity,), TARGET_RATE, dtype=torch.float64)
+
+    def start(self, slots: Tensor) -> None:
+        """A request begins with the configured lambda and, as its rate, the target at which lambda stays."""
+        self._threshold.index_fill_(0, slots, self.settings.threshold)
+        self._rate.index_fill_(0, slots, TARGET_RATE)
+
+    def plan(self, batch: Batch) -> Proposal:
+        """Base lengths, and the rule that stops the loop once everybody has stopped."""
+        lengths = torch.clamp(batch.limits, max=self._length)
+        if not batch.trims:
+            return Proposal(lengths, lengths)
+        thresholds = self._threshold.index_select(0, batch.slots).tolist()
+        usable = torch.minimum(lengths, batch.usable).tolist()
+        rules = zip(thresholds, usable, strict=True)
+        return Proposal(lengths, lengths, EntropyStop(self.settings.gamma, dict(zip(batch.ids, rules, strict=True))))
+
+    def observe(self, step: Step) -> None:
+        """r <- .5 r + .5 rate; lambda' = lambda + .01 if r < .9, lambda - .01 if r > .9 and all were accepted; lambda
+        <- .9 lambda + .1 lambda'. A step without drafts changes nothing.
+        """
+        drafted = step.drafted > 0
+        slots = step.slots[drafted]
+        if not slots.numel():
+            return
+        accepted, count = step.accepted[drafted], step.drafted[drafted]
+        rate = RATE_MEMORY * self._rate[slots] + (1.0 - RATE_MEMORY) * accepted / count
+        raised = (rate < TARGET_RATE).double() - ((rate > TARGET_RATE) & (accepted == count)).double()
+        self._rate[slots] = rate
+        self._threshold[slots] += (1.0 - THRESHOLD_MEMORY) * STEP * raised
+
+    def trim(self, batch: Batch, lengths: Tensor) -> Tensor:
+        """Slots before the first whose bound is below lambda, at least one."""
+        entropy, drafted = batch.acceptance.entropies(batch.slots)
+        threshold = self._threshold.index_select(0, batch.slots).unsqueeze(1)
+        kept = (bound(entropy, self.settings.gamma) >= threshold).long().cumprod(1).sum(1).clamp_(min=1)
+        return torch.where(drafted > 0, torch.minimum(lengths, kept), lengths)
+
+
+def bound(entropy: Tensor, gamma: float) -> Tensor:
+    """1 - sqrt(gamma H), the lower bound on the acceptance of a slot whose draft entropy is H nats."""
+    return 1.0 - (gamma * entropy.clamp(min=0.0)).sqrt()
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyStop:
+    """AdaEDL inside the draft loop. rules: request id -> (lambda, length)."""
+
+    gamma: float
+    rules: Mapping[str, tuple[float, int]]
+    order: tuple[tuple[float, int], ...] = ()
+
+    def bind(self, request_ids: Sequence[str]) -> DraftStop:
+        """The rule with its requests in batch order."""
+        return replace(self, order=tuple(self.rules.get(i, (0.0, 0)) for i in request_ids))
+
+    def goes_on(self, step: int, top_prob: Tensor, entropy: Tensor) -> Tensor:
+        """Requests whose bound is still at least lambda and whose length is not reached."""
+        table = torch.tensor(self.order, dtype=entropy.dtype, device=entropy.device).view(-1, 2)
+        return (bound(entropy, self.gamma) >= table[:, 0]) & (table[:, 1] > step + 1)

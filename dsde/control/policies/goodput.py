@@ -1,0 +1,117 @@
+"""Policy `goodput`: draft and verify what pays, by prices learnt while serving; never slower than plain decoding.
+
+Before drafting a price of time is fixed: rho, the best rate of tokens that the batch can reach. A slot is verified iff
+its survival exceeds rho times the cost of one more token; the batch drafts as deep as that pays for. Loss against plain
+decoding is bounded by a ledger; while speculation rests, cheap probes find out when it would pay again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsde.control.history import Recent
+from dsde.control.ledger import Ledger
+from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step
+from dsde.control.policies.paper import Paper, PaperSettings
+from dsde.control.price import Costs, best_price
+
+__all__ = ["Goodput", "GoodputSettings"]
+
+MARGIN = 1.1
+"""Slots must be worth this much more than the price: predictions of what was picked for being high are too high."""
+RESUME = 1.02
+"""Rate, against plain decoding, that resting speculation must promise before it goes on."""
+PROBE_SHARE = 0.003
+"""Share of the time since the last probe that the next may cost."""
+PROBE_PART = 8
+"""One in so many requests drafts in a probe."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputSettings:
+    """It has none: what it needs to know it learns."""
+
+
+class Goodput(Policy):
+    """Prices, trims, rests and probes. Stability is measured as the paper's preset measures it, and decides nothing."""
+
+    name = "goodput"
+
+    def __init__(self, settings: GoodputSettings, max_length: int) -> None:
+        self.settings = settings
+        self._measure = Paper(PaperSettings(), max_length)
+        self.warmup_tokens = self._measure.warmup_tokens
+        self._depths = torch.arange(max_length)
+        self._ledger = Ledger()
+        self._speculating = True
+        self._probing = False
+        self._rested_ms = 0.0
+        self._probe_ms = 0.0
+        self._threshold = 0.0
+
+    def signals(self, recent: Recent) -> Signals:
+        """As in `paper`."""
+        return self._measure.signals(recent)
+
+    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+        """Zeros: a history alone sets no price."""
+        return Proposal(torch.zeros_like(limits), torch.zeros_like(limits))
+
+    def plan(self, batch: Batch) -> Proposal:
+        """Everybody drafts K* where trim() follows, else the slots that pay on what is known before drafting."""
+        survival, share = batch.acceptance.expect(batch.slots)
+        survival = survival.masked_fill_(self._depths >= batch.usable.unsqueeze(1), 0.0)
+        cost = batch.cost
+        costs = Costs(plain=cost.verify(batch.size), token=cost.token, draft=cost.draft(batch.size))
+        price = best_price(survival, share if batch.trims else torch.zeros_like(share), batch.size, costs)
+        plain = batch.size / costs.plain
+        pays = price.depth > 0 and price.rate >= plain * (1.0 if self._speculating else RESUME)
+        self._probing = False
+        self._speculating = pays and not self._ledger.overdrawn
+        if not self._speculating:
+            lengths = self._probe(batch, costs)
+            return Proposal(lengths, lengths)
+        self._threshold = MARGIN * price.rate * costs.token
+        lengths = batch.usable.clamp(max=price.depth)
+        if not batch.trims:
+            lengths = torch.minimum(lengths, (survival > self._threshold).sum(1))
+        return Proposal(lengths, lengths)
+
+    def observe(self, step: Step) -> None:
+        """Book the step, unless other policies had a hand in it."""
+        spent = step.verify_ms + step.draft_ms
+        self._rested_ms += spent
+        if self._probing:
+            self._probe_ms = step.draft_ms
+        if step.slots.numel() < step.size:
+            return
+        if step.draft_ms == 0.0 and not bool(step.drafted.any()):
+            self._ledger.rest(step.plain_ms)
+            return
+        emitted = 1.0 + float(step.accepted.sum()) / step.size
+        self._ledger.book(step.plain_ms, emitted, spent)
+
+    def trim(self, batch: Batch, lengths: Tensor) -> Tensor:
+        """The prefix of slots whose survival is above the threshold that was fixed before drafting."""
+        if self._probing:
+            return lengths
+        survival, drafted = batch.acceptance.drafts(batch.slots)
+        worth = (survival > self._threshold).sum(1)
+        return torch.where(drafted > 0, torch.minimum(lengths, worth), lengths)
+
+    def _probe(self, batch: Batch, costs: Costs) -> Tensor:
+        """[B], length 1 for a few requests when the rest has been long enough to pay for it, else 0."""
+        lengths = torch.zeros_like(batch.limits)
+        count = max(1, len(batch.ids) // PROBE_PART)
+        price = max(costs.draft + count * costs.token, self._probe_ms)
+        if self._rested_ms * PROBE_SHARE < price:
+            return lengths
+        wait = batch.acceptance.undrafted(batch.slots).masked_fill(batch.usable == 0, float("inf"))
+        chosen = wait.topk(count, largest=False).indices
+        lengths[chosen] = batch.usable[chosen].clamp(max=1)
+        self._probing = True
+        self._rested_ms = 0.0
+        return lengths

@@ -1,0 +1,46 @@
+"""Stop rules of a batch whose requests follow different policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from dsde.control.records import DraftStop
+
+__all__ = ["combine"]
+
+
+def combine(parts: Sequence[tuple[DraftStop | None, Sequence[str]]], lengths: Mapping[str, int]) -> DraftStop | None:
+    """One rule for a batch of parts (rule, request ids); a part without a rule drafts its planned lengths."""
+    if all(rule is None for rule, _ in parts):
+        return None
+    if len(parts) == 1:
+        return parts[0][0]
+    return _MixedStop(tuple((rule, tuple(ids)) for rule, ids in parts), dict(lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class _MixedStop:
+    parts: tuple[tuple[DraftStop | None, tuple[str, ...]], ...]
+    lengths: dict[str, int]
+    bound: tuple[tuple[DraftStop | None, tuple[int, ...]], ...] = ()
+    planned: tuple[int, ...] = field(default=())
+
+    def bind(self, request_ids: Sequence[str]) -> DraftStop:
+        rows = {request_id: row for row, request_id in enumerate(request_ids)}
+        bound = []
+        for rule, ids in self.parts:
+            here = [i for i in ids if i in rows]
+            bound.append((rule and rule.bind(here), tuple(rows[i] for i in here)))
+        return replace(self, bound=tuple(bound), planned=tuple(self.lengths.get(i, 0) for i in request_ids))
+
+    def goes_on(self, step: int, top_prob: Tensor, entropy: Tensor) -> Tensor:
+        wanted = torch.tensor(self.planned, device=top_prob.device) > step + 1
+        for rule, rows in self.bound:
+            if rule is not None and rows:
+                index = torch.tensor(rows, device=top_prob.device)
+                wanted[index] &= rule.goes_on(step, top_prob[index], entropy[index])
+        return wanted
