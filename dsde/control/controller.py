@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -134,7 +133,7 @@ class Controller:
         wanted = torch.minimum(lengths, usable).clamp_(min=0)
         self._capped[slots] = (caps < wanted).double()
         planned = torch.minimum(wanted, caps).tolist()
-        return SpeculationPlan(max(planned), MappingProxyType(dict(zip(request_ids, planned, strict=True))))
+        return SpeculationPlan(max(planned), dict(zip(request_ids, planned, strict=True)))
 
     def observe(self, observation: StepObservation, plan: SpeculationPlan | None = None) -> None:
         """Learn from one verification step.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class SpeculationPlan:
     """
 
     depth: int = 0
-    lengths: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    lengths: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
