@@ -1,6 +1,7 @@
 """The controller over many steps: both presets against a plain re-implementation, and every figure of an answer."""
 
 import math
+import pickle
 import random
 from collections.abc import Mapping, Sequence
 
