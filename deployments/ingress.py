@@ -49,7 +49,7 @@ class OpenAIIngress:
         client = RemoteEngineClient(
             vllm_config, self._generate, self._check_engines, max_length=self._config.speculation.max_length
         )
-        return await build_openai_app(client, served_name(self._config))
+        return await build_openai_app(client, served_name(self._config), self._config.serving.tool_call_parser)
 
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
         from dsde.engine.remote import EngineUnavailable

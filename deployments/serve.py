@@ -14,12 +14,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 import ray
-from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from deployments.app import policy_config
@@ -33,6 +32,7 @@ _APP = "dsde"
 _ENGINES = "EngineReplica"
 # Tokens and settings cross between replicas; Ray's default store is a third of the machine.
 _OBJECT_STORE_BYTES = 200 * 2**20
+_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _POLL_S = 0.5
 _SILENCE_S = 10.0
 
@@ -189,13 +189,19 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> 
     finally:
         progress.say("stopping")
         started = psutil.Process().children(recursive=True)
-        if ray.is_initialized():
-            serve.shutdown()
-            ray.shutdown()
-        _, alive = psutil.wait_procs(started, timeout=3)
+        # Serve's own shutdown drains replica by replica, longer than somebody at a terminal waits.
+        ray.shutdown()
+        _end(started)
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """See every process gone: by itself, asked to, or killed; 8 s at most."""
+    _, alive = psutil.wait_procs(processes, timeout=1)
+    for end, patience_s in ((psutil.Process.terminate, 4), (psutil.Process.kill, 3)):
         for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=3)
+            with suppress(psutil.NoSuchProcess):
+                end(process)
+        _, alive = psutil.wait_procs(alive, timeout=patience_s)
 
 
 def _deploy(config: DsdeConfig, client: ServeSubmissionClient, port: int, progress: _Progress) -> None:
@@ -230,7 +236,7 @@ def _await_ready(client: ServeSubmissionClient, progress: _Progress) -> None:
         status = app.get("status")
         if status == "RUNNING":
             return
-        if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        if status in _FAILED:
             raise _Refused(f"the application did not start: {_cause(app)}")
         state = _state(app)
         if state != said or time.monotonic() - said_at > _SILENCE_S:
@@ -249,8 +255,10 @@ def _state(app: dict[str, Any]) -> str:
 
 
 def _cause(app: dict[str, Any]) -> str:
-    messages = [deployment["message"] for deployment in app.get("deployments", {}).values() if deployment["message"]]
-    return "\n".join(messages) or app.get("message", "Serve gives no reason")
+    """The line that ends each failed deployment's traceback; the whole of it stands in Ray's logs."""
+    failed = [one for one in app.get("deployments", {}).values() if one["status"] in _FAILED and one["message"].strip()]
+    lines = {one["message"].strip().splitlines()[-1] for one in failed}
+    return "; ".join(sorted(lines)) or str(app.get("message", "Serve gives no reason"))
 
 
 def _banner(config: DsdeConfig, port: int, dashboard: str) -> str:

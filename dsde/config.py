@@ -92,6 +92,9 @@ class ServingConfig(_Section):
     cpus_per_replica: float = Field(1.0, gt=0, description="CPU cores, and on CPU engine threads, of one replica")
     gpus_per_replica: float = Field(1.0, ge=0, description="GPUs of one replica; device=gpu only")
     max_ongoing_requests: int = Field(64, ge=1, description="requests a replica takes before they queue at the router")
+    tool_call_parser: str | None = Field(
+        "hermes", description="vLLM's parser for the tool calls that the model writes; null refuses tools"
+    )
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     dashboard_port: int = Field(8265, ge=0, le=65535, description="Ray dashboard, on loopback only")

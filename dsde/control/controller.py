@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -141,17 +140,19 @@ class Controller:
 
         lengths, caps = torch.empty_like(limits), torch.empty_like(limits)
         stops: list[tuple[DraftStop | None, Sequence[str]]] = []
+        confidence = False
         for policy, part in self._groups(requests):
             batch = self._batch(request_ids, slots, limits, usable, part)
             proposal = policy.plan(batch)
             lengths[part], caps[part] = proposal.lengths, proposal.caps
             stops.append((proposal.stop, batch.ids))
+            confidence |= policy.reads_confidence
 
         wanted = torch.minimum(lengths, usable).clamp_(min=0)
         self._capped[slots] = (caps < wanted).double()
         planned = torch.minimum(wanted, caps).tolist()
         by_id = dict(zip(request_ids, planned, strict=True))
-        return SpeculationPlan(max(planned), MappingProxyType(by_id), combine(stops, by_id))
+        return SpeculationPlan(max(planned), by_id, combine(stops, by_id), confidence)
 
     def trim(self, plan: SpeculationPlan, room: Mapping[str, int]) -> SpeculationPlan:
         """Final lengths of the drafts just drawn, for the scheduler to cut them to: call it after observe().
@@ -171,7 +172,7 @@ class Controller:
             for policy, part in self._groups(requests):
                 usable[part] = policy.trim(self._batch(ids, slots, limits, usable, part), usable[part])
             lengths.update(zip(ids, usable.tolist(), strict=True))
-        return SpeculationPlan(max(lengths.values(), default=0), MappingProxyType(lengths))
+        return SpeculationPlan(max(lengths.values(), default=0), lengths)
 
     def observe(self, observation: StepObservation, plan: SpeculationPlan | None = None) -> None:
         """Learn from one verification step.

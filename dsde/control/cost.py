@@ -1,7 +1,8 @@
 """What a step costs, learnt while serving: verification of t tokens, one draft step of n requests. No profiling run.
 
-Only ratios of costs decide anything, so the prior is a shape without a unit: verification 1 + 0.03 t, a draft step
-0.12. The first clean measurement gives it its scale in milliseconds.
+Only ratios of costs decide anything, so the prior is a shape without a unit: verification 1 + 0.005 t, a draft step
+0.12. It is optimistic, since only speculation shows what speculation costs, and a ledger bounds what that may take. The
+first clean measurement gives it its scale in milliseconds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 __all__ = ["Curve", "StepCost", "StepTime"]
 
-VERIFY_PRIOR = (1.0, 0.03)
+VERIFY_PRIOR = (1.0, 0.005)
 DRAFT_PRIOR = (0.12, 0.0)
 """Constant and slope, in units of the constant part of one verification."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +44,7 @@ class SpeculationPlan:
     """
 
     depth: int = 0
-    lengths: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    lengths: Mapping[str, int] = field(default_factory=dict)
     stop: DraftStop | None = None
     confidence: bool = False
 

@@ -18,10 +18,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 __all__ = ["build_openai_app"]
 
 
-async def build_openai_app(client: EngineClient, served_name: str) -> FastAPI:
-    """The application, ready to serve the model under `served_name`."""
+async def build_openai_app(client: EngineClient, served_name: str, tool_call_parser: str | None) -> FastAPI:
+    """The application, ready to serve the model under `served_name`.
+
+    tool_call_parser: vLLM's name of the form in which the model writes tool calls; None refuses requests with tools.
+    """
     tasks = await client.get_supported_tasks()
-    arguments = _arguments(client.model_config.model, served_name)
+    arguments = _arguments(client.model_config.model, served_name, tool_call_parser)
     app = build_app(arguments, tasks, client.model_config)
     await init_app_state(client, app.state, arguments, tasks)
     # vLLM's error handler asks this server to exit when its engine has died; ours outlives its engines.
@@ -29,13 +32,13 @@ async def build_openai_app(client: EngineClient, served_name: str) -> FastAPI:
     return app
 
 
-def _arguments(model: str, served_name: str) -> Namespace:
+def _arguments(model: str, served_name: str, tool_call_parser: str | None) -> Namespace:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     arguments.model = model
     arguments.served_model_name = [served_name]
-    # vLLM takes no tool at all, not even a named one, without a parser; most small open models write this form.
-    arguments.enable_auto_tool_choice = True
-    arguments.tool_call_parser = "hermes"
+    # vLLM takes no tool at all, not even a named one, without a parser.
+    arguments.enable_auto_tool_choice = tool_call_parser is not None
+    arguments.tool_call_parser = tool_call_parser
     arguments.enable_per_request_metrics = True
     arguments.enable_prompt_tokens_details = True
     # This switch starts a loop that logs an in-process engine's statistics; engines behind a client log their own.

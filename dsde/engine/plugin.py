@@ -38,7 +38,7 @@ def engine_arguments(config: DsdeConfig) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "max_model_len": config.model.longest,
         "max_num_seqs": config.engine.max_num_seqs,
-        "enforce_eager": on_cpu if config.engine.enforce_eager is None else config.engine.enforce_eager,
+        "enforce_eager": _is_eager(config),
         "async_scheduling": not on_cpu,
         "scheduler_cls": f"dsde.engine.scheduler.{'DsdeScheduler' if on_cpu else 'DsdeAsyncScheduler'}",
         "worker_cls": "dsde.engine.worker.DsdeWorker",
@@ -54,10 +54,18 @@ def engine_arguments(config: DsdeConfig) -> dict[str, Any]:
         "per_request_spec_decode_metrics": "summary",
         "additional_config": {"dsde": {"policy": config.speculation.policy, "settings": config.speculation.settings}},
     }
-    if on_cpu and config.engine.kv_cache_gib is not None:
-        arguments["kv_cache_memory_bytes"] = int(config.engine.kv_cache_gib * 2**30)
+    if on_cpu:
+        # One process less than vLLM's default; it needs the environment below, and falls back to the default without.
+        arguments["distributed_executor_backend"] = "uni"
+        if config.engine.kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(config.engine.kv_cache_gib * 2**30)
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return {**arguments, **config.engine.extra}
+
+
+def _is_eager(config: DsdeConfig) -> bool:
+    chosen = config.engine.enforce_eager
+    return config.serving.device == "cpu" if chosen is None else chosen
 
 
 def served_name(config: DsdeConfig) -> str:
@@ -71,6 +79,10 @@ def engine_environment(config: DsdeConfig) -> dict[str, str]:
     """Environment of a process that hosts an engine. Model Runner V2 does not offer the plugin's seams in vLLM 0.32."""
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1"}
     if config.serving.device == "cpu":
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if _is_eager(config):
+            # Else the first request for log-probabilities waits for a compiler.
+            environment["TORCH_COMPILE_DISABLE"] = "1"
         # Unbound threads let two one-core replicas share two cores; bound ones would all sit on the first.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         environment["OMP_NUM_THREADS"] = str(max(1, int(config.serving.cpus_per_replica)))

@@ -51,6 +51,7 @@ class _Speculation(Scheduler):
             settings.get("settings", {}),
             capacity=self.max_num_running_reqs,
             max_length=self.num_spec_tokens,
+            trims=not self.scheduler_config.async_scheduling,
         )
         speculative = self.vllm_config.speculative_config
         draft = speculative.draft_model_config if speculative is not None else None
@@ -156,13 +157,11 @@ class DsdeScheduler(_Speculation):
     """Synchronous scheduling: drafts come back before the next step, so each request's list is cut to its length."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        lengths = self._plan.lengths
-        kept: list[list[int]] = []
-        for request_id, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
-            request = self.requests.get(request_id)
-            length = lengths.get(request_id, 0)
-            kept.append(tokens[: min(length, self._room(request, in_flight=0))] if request is not None else [])
-        super().update_draft_token_ids(DraftTokenIds(draft_token_ids.req_ids, kept))
+        ids = draft_token_ids.req_ids
+        room = {i: self._room(self.requests[i], in_flight=0) for i in ids if i in self.requests}
+        lengths = self.controller.trim(self._plan, room).lengths
+        drafts = [tokens[: lengths.get(i, 0)] for i, tokens in zip(ids, draft_token_ids.draft_token_ids, strict=True)]
+        super().update_draft_token_ids(DraftTokenIds(ids, drafts))
 
 
 class DsdeAsyncScheduler(_Speculation, AsyncScheduler):

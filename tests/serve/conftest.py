@@ -40,6 +40,7 @@ class Served:
     url: str
     dashboard: str
     ray_address: str
+    pid: int
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +65,7 @@ def served() -> Iterator[Served]:
             url=_field(text, "OpenAI API"),
             dashboard=_field(text, "Ray dashboard"),
             ray_address=_field(text, "Ray address"),
+            pid=process.pid,
         )
     finally:
         process.send_signal(signal.SIGINT)

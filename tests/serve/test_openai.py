@@ -17,6 +17,7 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"city": {"type": "string", "maxLength": 12}},

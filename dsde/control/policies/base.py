@@ -106,12 +106,14 @@ class Policy(ABC):
     """A rule that sets speculation lengths.
 
     name: under which it is registered. settings: frozen; two policies with equal name and settings decide alike.
-    warmup_tokens: verified draft tokens after which a request's calibration is over.
+    warmup_tokens: verified draft tokens after which a request's calibration is over. reads_confidence: whether it wants
+    the drafter's confidence measured.
     """
 
     name: str
     settings: Any
     warmup_tokens: int
+    reads_confidence = False
 
     @abstractmethod
     def signals(self, recent: Recent) -> Signals:

@@ -39,6 +39,7 @@ class Goodput(Policy):
     """Prices, trims, rests and probes. Stability is measured as the paper's preset measures it, and decides nothing."""
 
     name = "goodput"
+    reads_confidence = True
 
     def __init__(self, settings: GoodputSettings, max_length: int) -> None:
         self.settings = settings

@@ -1,0 +1,34 @@
+"""An engine that dies is noticed, its replica is replaced, and the other one goes on answering."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import psutil
+
+from tests.serve.conftest import Served
+
+REPLACED_TIMEOUT_S = 240
+
+
+def engine_cores(served: Served) -> list[psutil.Process]:
+    """The engines' own processes of this application."""
+    return [
+        one for one in psutil.Process(served.pid).children(recursive=True) if "EngineCore" in "".join(one.cmdline())
+    ]
+
+
+def test_a_killed_engine_is_replaced_while_the_other_serves(web: httpx.Client, served: Served) -> None:
+    victim, survivor = engine_cores(served)
+    victim.kill()
+    body = {"model": served.model, "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4}
+    codes: list[int] = []
+    deadline = time.monotonic() + REPLACED_TIMEOUT_S
+    while {one.pid for one in engine_cores(served)} <= {victim.pid, survivor.pid} or codes[-8:] != [200] * 8:
+        assert time.monotonic() < deadline, f"not replaced within {REPLACED_TIMEOUT_S} s; answers: {codes}"
+        codes.append(web.post("/v1/chat/completions", json=body).status_code)
+    # What the dead engine had, or is offered before its death is known, may be refused; nothing hangs.
+    assert set(codes) <= {200, 503}
+    assert survivor.is_running()
+    assert web.get("/health").status_code == 200
