@@ -1,0 +1,213 @@
+"""The measurement: contenders take turns, round by round, on the same prompts (A B C A B C ...).
+
+A ratio is taken within a round, so both its sides ran within minutes of each other and a machine that changes its speed
+changes both.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dsde.bench import budget
+from dsde.bench.cell import Cell, Result, Run, Scene, geometric_mean, results
+from dsde.bench.contender import AUTOREGRESSIVE, SCHEDULE, Contender
+from dsde.bench.engines import Engine, OnStep
+from dsde.bench.progress import Progress
+from dsde.bench.workload import Prompt, Question, questions
+
+__all__ = ["Plan", "Rounds", "Watch"]
+
+Watch = Callable[[Cell, Contender, int], OnStep | None]
+
+# Reads the round's prompts into the prefix cache, draft included, and meets every shape of the batch once.
+_OPENER = Contender("static-1", "static", {"length": 1})
+OPENING_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured. seconds: time for all of it, infinite where only rounds and tokens bound it.
+
+    rounds: the most rounds of a scene. tokens: the most tokens per request in a run.
+    """
+
+    scenes: Sequence[Scene]
+    contenders: Sequence[Contender]
+    rounds: int
+    tokens: int
+    seconds: float = math.inf
+
+
+class Rounds:
+    """Measures a plan on loaded engines; what it has at any time can be read, also after an interruption.
+
+    plain: the engine without a drafter. drafted: draft -> engine. watch: gives the observer of a run's steps, or None.
+    encode: questions -> prompts; by default the model's own chat template.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        plain: Engine,
+        drafted: Mapping[str, Engine],
+        progress: Progress,
+        watch: Watch | None = None,
+        encode: Callable[[Sequence[Question]], list[Prompt]] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._plain = plain
+        self._drafted = drafted
+        self._progress = progress
+        self._watch = watch or (lambda cell, contender, number: None)
+        self._encode = encode or plain.encode
+        self._others = [one for one in plan.contenders if one.label != AUTOREGRESSIVE]
+        self._lengths = [one.length for one in self._others if one.length is not None]
+        self._runs: dict[Cell, dict[str, list[Run | None]]] = {}
+        self._done = 0
+        self._spent: dict[Scene, list[float]] = {}
+
+    @property
+    def results(self) -> list[Result]:
+        """Every contender in every cell measured so far."""
+        fixed = self._fixed_labels()
+        return [one for cell, runs in self._runs.items() for one in results(cell, runs, AUTOREGRESSIVE, fixed)[0]]
+
+    @property
+    def best(self) -> dict[Cell, str]:
+        """static-opt of each cell."""
+        fixed = self._fixed_labels()
+        found = {cell: results(cell, runs, AUTOREGRESSIVE, fixed)[1] for cell, runs in self._runs.items()}
+        return {cell: label for cell, label in found.items() if label is not None}
+
+    def measure(self) -> None:
+        """Run the plan, scene by scene."""
+        deadline = time.monotonic() + self._plan.seconds
+        for index, scene in enumerate(self._plan.scenes):
+            left = deadline - time.monotonic()
+            share = left if math.isinf(left) else budget.shares(max(0.0, left), self._plan.scenes[index:])[0]
+            self._scene(scene, time.monotonic() + share, share, deadline)
+
+    def _scene(self, scene: Scene, ends: float, share: float, deadline: float) -> None:
+        tokens = 0
+        for number in range(self._plan.rounds):
+            started = time.monotonic()
+            prompts = self._encode(questions(scene.workload, number * max(scene.load), max(scene.load)))
+            setup_s, token_s = self._open(scene, prompts)
+            if not tokens:
+                opening = time.monotonic() - started
+                runs = 1 + len(self._drafted) * len(self._others)
+                tokens = budget.tokens_that_fit(
+                    share - opening, runs, setup_s, token_s * len(scene.load), self._plan.tokens
+                )
+            self._round(scene, number, prompts, tokens, deadline)
+            took = time.monotonic() - started
+            if time.monotonic() + took > ends:
+                break
+
+    def _open(self, scene: Scene, prompts: list[Prompt]) -> tuple[float, float]:
+        """Prepare all engines for the round; (seconds of a run outside its decoding, seconds per token), estimated."""
+        setup = token = 0.0
+        for engine in (self._plain, *self._drafted.values()):
+            engine.choose(_OPENER)
+            started = time.monotonic()
+            run = engine.run(prompts, (max(scene.load),), OPENING_TOKENS, scene.temperature)
+            setup = max(setup, time.monotonic() - started - run.seconds)
+            token = max(token, run.seconds / OPENING_TOKENS)
+        # From now on the prefix cache holds about half of each prompt.
+        return setup / 2, token
+
+    def _round(self, scene: Scene, number: int, prompts: list[Prompt], tokens: int, deadline: float) -> None:
+        cells = {draft: Cell(scene, draft) for draft in self._drafted}
+        baseline = next(one for one in self._plan.contenders if one.label == AUTOREGRESSIVE)
+        run = self._run(self._plain, scene, prompts, tokens, baseline, None, number, deadline)
+        for draft, engine in self._drafted.items():
+            cell = cells[draft]
+            runs = self._runs.setdefault(cell, {one.label: [] for one in self._plan.contenders})
+            runs[AUTOREGRESSIVE].append(run)
+            for contender in self._others:
+                ready = self._ready(contender, cell)
+                own = None
+                if ready is not None:
+                    own = self._run(engine, scene, prompts, tokens, ready, cell, number, deadline)
+                runs[contender.label].append(own)
+
+    def _run(
+        self,
+        engine: Engine,
+        scene: Scene,
+        prompts: list[Prompt],
+        tokens: int,
+        contender: Contender,
+        cell: Cell | None,
+        number: int,
+        deadline: float,
+    ) -> Run:
+        engine.choose(contender)
+        started = time.monotonic()
+        on_step = self._watch(cell, contender, number) if cell is not None else None
+        run = engine.run(prompts, scene.load, tokens, scene.temperature, on_step)
+        self._spent.setdefault(scene, []).append(time.monotonic() - started)
+        self._done += 1
+        where = f"batch {scene.batch}, T={scene.temperature:g}, {scene.workload}"
+        who = contender.label if cell is None else f"{cell.draft} draft, {contender.label}"
+        total, left = self._ahead(scene, number, deadline)
+        figure = f"{run.tokens_per_s:.1f} tokens/s"
+        self._progress.ran(f"{where}, round {number + 1}, {tokens} tokens: {who}", figure, self._done, total, left)
+        return run
+
+    def _ready(self, contender: Contender, cell: Cell) -> Contender | None:
+        """The contender with what it needs to know, None where it sits this round out."""
+        if contender.policy == SCHEDULE and not contender.settings:
+            table = self._profile(cell)
+            return replace(contender, settings={"table": table}) if table else None
+        if contender.length is not None and not math.isinf(self._plan.seconds):
+            ratios = {length: ratio for length, ratio in self._ratios(cell).items() if length > 0}
+            if contender.length in budget.hopeless(ratios, self._lengths):
+                return None
+        return contender
+
+    def _ratios(self, cell: Cell) -> dict[int, float]:
+        """Fixed length -> throughput ratio to no speculation so far, in the rounds it ran; 1.0 for length 0."""
+        runs = self._runs[cell]
+        found = {0: 1.0}
+        for contender in self._others:
+            if contender.length is not None:
+                pairs = zip(runs[contender.label], runs[AUTOREGRESSIVE], strict=False)
+                ratio = geometric_mean(own.tokens_per_s / base.tokens_per_s for own, base in pairs if own and base)
+                if ratio is not None:
+                    found[contender.length] = ratio
+        return found
+
+    def _profile(self, cell: Cell) -> dict[int, int]:
+        """Batch size -> the fixed length that was best so far, in cells like `cell` of any batch size."""
+        profiled: dict[int, int] = {}
+        for other in self._runs:
+            alike = (other.draft, other.scene.temperature, other.scene.workload)
+            if len(other.scene.load) == 1 and alike == (cell.draft, cell.scene.temperature, cell.scene.workload):
+                ratios = self._ratios(other)
+                if len(ratios) > 1:
+                    profiled[other.scene.load[0]] = max(ratios, key=ratios.__getitem__)
+        return profiled
+
+    def _fixed_labels(self) -> list[str]:
+        return [one.label for one in self._others if one.length is not None]
+
+    def _ahead(self, scene: Scene, number: int, deadline: float) -> tuple[int, float]:
+        """(runs in all, seconds left) as far as one can tell now."""
+        per_round = 1 + len(self._drafted) * len(self._others)
+        position = list(self._plan.scenes).index(scene)
+        own = sum(self._spent[scene]) / len(self._spent[scene])
+        timed = not math.isinf(deadline)
+        rounds = number + 1 if timed else self._plan.rounds
+        before = sum(len(spent) for one, spent in self._spent.items() if one != scene)
+        here = max(0, rounds * per_round - len(self._spent[scene]))
+        later = self._plan.scenes[position + 1 :]
+        left = own * here
+        for other in later:
+            rounds_there = 1 if timed else self._plan.rounds
+            left += own * budget.weight(other) / budget.weight(scene) * per_round * rounds_there
+        total = before + len(self._spent[scene]) + here + len(later) * per_round * (1 if timed else self._plan.rounds)
+        return total, min(left, max(0.0, deadline - time.monotonic())) if timed else left
