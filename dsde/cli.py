@@ -51,9 +51,35 @@ _SERVING_OPTIONS = {
 }
 
 
+_BENCH = """\
+Measure speculation policies against each other on real engines, all in this process.
+
+Contenders take turns on the same prompts, round by round, and each ratio is taken within a round, so that it holds on a
+machine whose speed changes. The clock runs while a full batch decodes; reading the prompts is not measured.
+
+Contenders:
+  autoregressive         an engine without a drafter: the baseline, always there
+  static                 fixed lengths 1, 2, 3, 4, 6, 8 and 10; the best of each cell, in hindsight, is static-opt
+  static-K               one fixed length; static-0 is an engine with a drafter that rests
+  NAME                   a policy of the controller: paper, reference, ...
+  NAME:SETTING=VALUE     the same with its own settings, as in paper:min_length=1:warmup_length=3
+"""
+_BENCH_EXAMPLES = """\
+examples:
+  dsde bench --quick --json bench.json --plot pictures
+  dsde bench --batch 1,8 --temperature 0 --workload code,chat --policies static,paper --minutes 20
+  dsde bench --batch 8 --draft high --policies static-10 --rounds 12 --record high.jsonl.gz
+  dsde bench --load 1,4,16,32,4,1 --temperature 0 --workload mix
+
+--json writes {"cells": [{"batch", "temperature", "draft", "workload", "policy", ...}], "machine": {...}}; a moving
+load has the batch "1-4-16-32-4-1", and its static-opt is the best single length for the whole run.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 the work failed, 2 the options or the configuration are not usable."""
     options = _parser().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(options.command(options))
     except (ValueError, OSError, RuntimeError) as error:
@@ -100,6 +126,16 @@ def _parser() -> argparse.ArgumentParser:
     engine_args.add_argument("--cli", action="store_true", help="print the `vllm serve` command instead")
     engine_args.set_defaults(command=_engine_args)
 
+    bench = commands.add_parser(
+        "bench",
+        help="measure policies against each other on real engines",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_BENCH,
+        epilog=_BENCH_EXAMPLES,
+    )
+    _add_bench(bench)
+    bench.set_defaults(command=_bench)
+
     models = commands.add_parser("models", help="prepare and list the models dsde brings along")
     actions = models.add_subparsers(title="commands", metavar="COMMAND", required=True)
     prepare = actions.add_parser(
@@ -113,6 +149,36 @@ def _parser() -> argparse.ArgumentParser:
     listing = actions.add_parser("list", help="list the pairs and whether they are prepared")
     listing.set_defaults(command=_list)
     return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    # Values stay text: dsde.bench.options checks them and names the option.
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--quick", action="store_true", help="batch 1, 8, 24, mix, T=0, at most 12 minutes on 2 cores")
+    what.add_argument("--batch", metavar="N,...", help="requests that decode together (1,4,8,16,32)")
+    what.add_argument("--load", metavar="N,...", help="one run whose load moves, as in 1,4,16,32,4,1; replaces --batch")
+    what.add_argument("--temperature", metavar="T,...", help="sampling temperatures (0,1)")
+    what.add_argument("--draft", metavar="NAME,...", help="quality of the draft: high, low (both)")
+    what.add_argument("--workload", metavar="NAME,...", help="mix, all, or classes of prompts (all)")
+    what.add_argument("--policies", metavar="NAME,...", help="who takes part, see above (everybody)")
+    size = parser.add_argument_group("how long")
+    size.add_argument("--rounds", metavar="N", help="rounds of each cell, at most (3; --quick: 5)")
+    size.add_argument("--tokens", metavar="N", help="tokens per request of a run, at most (64; --quick: 32)")
+    size.add_argument("--minutes", metavar="M", help="time for everything; tokens and rounds shrink to fit")
+    where = parser.add_argument_group("where the result goes, besides a table")
+    where.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    where.add_argument("--plot", type=Path, metavar="DIR", help="draw the pictures, PNG and SVG")
+    where.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write the drafts of the longest fixed length as a trace (.gz: small)",
+    )
+    own = parser.add_argument_group("your own models, instead of the pairs bench and bench-low")
+    own.add_argument("--target", metavar="MODEL", help="target model; needs --high, --low or both")
+    own.add_argument("--high", metavar="MODEL", help="draft model of high acceptance")
+    own.add_argument("--low", metavar="MODEL", help="draft model of low acceptance")
+    _add_settings(parser, {flag: _OPTIONS[flag] for flag in ("--dtype", "--max-model-len", "--device")})
 
 
 def _add_settings(parser: argparse.ArgumentParser, options: dict[str, _Option]) -> None:
@@ -178,6 +244,17 @@ def _engine_args(options: argparse.Namespace) -> int:
         text = serve_command(config) if options.cli else json.dumps(engine_arguments(config))
     print(text)
     return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    config = _configuration(options)
+    from dsde.bench.options import options as bench_options
+
+    chosen = bench_options(options)
+    from dsde.bench.session import enter, run
+
+    enter(config, options.arguments)
+    return run(chosen, config)
 
 
 def _prepare(options: argparse.Namespace) -> int:

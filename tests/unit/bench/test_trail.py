@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dsde.bench.cell import Cell, Scene
+from dsde.bench.contender import contenders
+from dsde.bench.trail import Trail, Trails, acceptance, spearman
+from dsde.control.records import SpeculationPlan, StepObservation
+
+
+def step(
+    drafted: dict[str, int], accepted: list[int], kld: list[float], top: dict[str, float] | None = None
+) -> StepObservation:
+    top = top or {}
+    probability = torch.tensor(list(top.values())).unsqueeze(1) if top else None
+    return StepObservation(
+        request_ids=tuple(drafted),
+        num_draft_tokens=torch.tensor(list(drafted.values())),
+        num_accepted_tokens=torch.tensor(accepted),
+        kld=torch.tensor(kld),
+        overlap=torch.ones(len(kld)),
+        temperature=torch.zeros(len(drafted)),
+        draft_ids=tuple(top),
+        draft_top_prob=probability,
+        draft_entropy=None if probability is None else -probability.log(),
+    )
+
+
+def test_a_signal_is_held_against_the_step_after_it() -> None:
+    trail = Trail()
+    trail.add(step({"a": 2, "b": 1}, [2, 0], [0.1, 0.3, 5.0], {"a": 0.9, "b": 0.5}), None)
+    # The batch's order changes, and b was not drafted in between.
+    trail.add(step({"b": 0, "a": 2}, [0, 1], [1.0, 3.0], {"b": 0.4, "a": 0.8}), None)
+    trail.add(step({"a": 4, "b": 1}, [4, 1], [0.0] * 4 + [2.0]), None)
+    pairs = acceptance([trail])
+    # a: 0.9 then 1 of 2, 0.8 then 4 of 4; b: 0.4 then 1 of 1 (0.5 was before a step without drafts).
+    assert list(zip(*(side.tolist() for side in pairs["confidence"]), strict=True)) == [
+        (pytest.approx(0.9), 0.5),
+        (pytest.approx(0.8), 1.0),
+        (pytest.approx(0.4), 1.0),
+    ]
+    assert pairs["kld"][0].tolist() == pytest.approx([0.2, 2.0])
+    assert pairs["kld"][1].tolist() == [0.5, 1.0]
+    # Fewer than 30 KLDs give no WVIR.
+    assert len(pairs["wvir"][0]) == 0
+
+
+def test_wvir_needs_its_long_window_and_is_the_papers() -> None:
+    from dsde.control.signals import weighted_variance
+
+    klds = [float(n % 7) for n in range(40)]
+    trail = Trail()
+    for start in range(0, 40, 8):
+        trail.add(step({"a": 8}, [4], klds[start : start + 8]), None)
+    values, shares = acceptance([trail])["wvir"]
+    # After 32 KLDs for the first time, and only that once before a last step.
+    assert shares.tolist() == [0.5]
+    newest = torch.tensor([klds[2:32]], dtype=torch.float64)
+    short = weighted_variance(newest[:, -10:], torch.tensor([10]), 0.85)
+    long = weighted_variance(newest, torch.tensor([30]), 0.85)
+    assert values.tolist() == pytest.approx([float(short / long)])
+
+
+def test_spearman_by_hand() -> None:
+    # Ranks 1 2 3 4 and 1 3 2 4: 1 - 6 * 2 / (4 * 15) = 0.8.
+    assert spearman(np.array([1.0, 2.0, 3.0, 9.0]), np.array([0.1, 0.3, 0.2, 0.9])) == pytest.approx(0.8)
+    # Ties share their mean rank: 1.5 1.5 3 against 1 2 3 gives sqrt(3) / 2.
+    assert spearman(np.array([5.0, 5.0, 7.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(0.75**0.5)
+    assert spearman(np.array([1.0, 1.0, 1.0]), np.array([1.0, 2.0, 3.0])) is None
+    assert spearman(np.array([1.0, 2.0]), np.array([1.0, 2.0])) is None
+
+
+def test_the_latest_round_is_kept_and_the_fixed_length_is_near_4() -> None:
+    trails = Trails()
+    cell = Cell(Scene((2,), 0.0, "mix"), "high")
+    _, one, three, ten = contenders(["static-1", "static-3", "static-10"])
+    for contender in (one, three, ten):
+        for number in range(2):
+            trails.watch(cell, contender, number)(step({"a": number}, [0], [1.0] * number), SpeculationPlan())
+    assert trails.of(cell)["static-3"].lengths() == [[1]]
+    assert trails.fixed() == {("high", 0.0): [trails.of(cell)["static-3"]]}
+    assert trails.cells == [cell]
