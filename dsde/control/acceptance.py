@@ -1,8 +1,9 @@
 """How likely each request's draft tokens are to be accepted, before drafting and after it.
 
-Per request an average over its own verified slots; for all requests two logistic models for each temperature regime
-(greedy, sampled): `before` knows the average and the position, `after` also the drafter's confidence in the slot.
-Confidence is a function of the prefix, so nothing here depends on the token drawn at a slot.
+Per request an average over its own verified slots; for all requests three logistic models for each temperature regime
+(greedy, sampled): `before` knows the average and the position, `after` also the drafter's confidence in the slot, and
+`onward` its confidence in the slot before. Confidence is a function of the prefix, so nothing here depends on the token
+drawn at a slot.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ FEATURES = 5
 """[1, logit of the draft's top probability, draft entropy - 1, logit of the request's average, ln position]."""
 BEFORE_PRIOR = (0.0, 0.0, 0.0, 1.0, 0.0)
 AFTER_PRIOR = (0.0, 0.5, 0.0, 0.5, 0.0)
+ONWARD_PRIOR = (0.0, 0.1, 0.0, 0.9, 0.0)
 CLIP = 0.005
 """Probabilities inside a logit stay this far from 0 and 1."""
 
@@ -65,6 +67,8 @@ class Acceptance:
         self._spread = torch.tensor(RESOLUTION_PRIOR, dtype=torch.float64).view(1, 2, 1).repeat(2, 1, max_length)
         self._before = [Logistic(torch.tensor(BEFORE_PRIOR)) for _ in range(2)]
         self._after = [Logistic(torch.tensor(AFTER_PRIOR)) for _ in range(2)]
+        self._onward = [Logistic(torch.tensor(ONWARD_PRIOR)) for _ in range(2)]
+        self._informed = torch.zeros(capacity, dtype=torch.bool)
         self._steps = torch.arange(max_length)
         self._clock = 0.0
 
@@ -110,31 +114,46 @@ class Acceptance:
         """One decoding step has passed."""
         self._clock += 1.0
 
-    def draft(self, slots: Tensor, top_prob: Tensor, entropy: Tensor) -> None:
-        """Keep what the drafter said about the D slots it has just drafted for B requests; both [B, D].
+    def inside(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a rule inside the draft loop needs: weights [B, 5] of `after` and of `onward`, logit averages [B]."""
+        sampled = self._sampled.index_select(0, slots)
+        after, onward = (
+            torch.stack([m.weights for m in models]).index_select(0, sampled) for models in (self._after, self._onward)
+        )
+        return after, onward, torch.logit(self.average(slots), eps=CLIP)
 
-        Values that are not finite leave the request without drafts.
+    def draft(self, slots: Tensor, depth: int, top_prob: Tensor | None, entropy: Tensor | None) -> None:
+        """Keep what the drafter said about the `depth` slots it has just drafted for B requests; both [B, depth].
+
+        None where it has no distributions, and values that are not finite: then `before` stands in for `after`.
         """
-        depth = min(top_prob.shape[1], self._max_length)
-        top, spread = top_prob[:, :depth].double(), entropy[:, :depth].double() - 1.0
-        finite = (top + spread).isfinite().all(1)
+        depth = min(depth, self._max_length)
         own = torch.logit(self.average(slots), eps=CLIP)
         sampled = self._sampled.index_select(0, slots)
+        expected = self._before_slots(own, sampled)
+        self._pending.index_fill_(0, slots, depth)
+        if top_prob is None or entropy is None:
+            self._features[slots, :, 1:4] = torch.stack((own * 0.0, own * 0.0, own), dim=1).unsqueeze(1)
+            self._predicted.index_copy_(0, slots, expected)
+            self._informed.index_fill_(0, slots, False)
+            return
+        top, spread = top_prob[:, :depth].double(), entropy[:, :depth].double() - 1.0
+        finite = (top + spread).isfinite().all(1)
         rows = self._features.index_select(0, slots)
         rows[:, :depth, 1] = torch.logit(top.nan_to_num(0.5), eps=CLIP)
         rows[:, :depth, 2] = spread.nan_to_num(0.0, 0.0, 0.0)
         rows[:, :, 3] = own.unsqueeze(1)
         weights = torch.stack([model.weights for model in self._after]).index_select(0, sampled)
         predicted = torch.sigmoid(torch.bmm(rows, weights.unsqueeze(2)).squeeze(2))
+        predicted = torch.where(finite.unsqueeze(1), predicted, expected)
         self._features.index_copy_(0, slots, rows)
         self._predicted.index_copy_(0, slots, predicted)
-        self._pending.index_copy_(0, slots, torch.where(finite, depth, 0))
+        self._informed.index_copy_(0, slots, finite)
 
-        mean = self._before_slots(own, sampled)[:, :depth].cumprod(1)
-        known = predicted[:, :depth].cumprod(1)
+        mean, known = expected[:, :depth].cumprod(1), predicted[:, :depth].cumprod(1)
         both = torch.stack(((known - mean).square_(), mean * (1.0 - mean)), dim=1)
         self._spread[:, :, :depth] *= RESOLUTION_MEMORY
-        self._spread[:, :, :depth].index_add_(0, sampled[finite], both[finite])
+        self._spread[:, :, :depth].index_add_(0, sampled, both)
 
     def learn(self, verification: Verification, temperature: Tensor) -> None:
         """Learn from verified slots up to and including the first rejection; temperature: [R].
@@ -183,15 +202,24 @@ class Acceptance:
         self._all *= ALL_MEMORY
         self._all.index_add_(0, sampled, sums)
 
+        informed = self._informed.index_select(0, slots).unsqueeze(1)
+        real_weight, onward_weight = (real & informed).double(), weight * informed
+        onward_weight[:, 0] = 0.0
+        blind = features.clone()
+        blind[:, :, 1:3] = 0.0
+        onward = features.clone()
+        onward[:, 1:, 1:3] = features[:, :-1, 1:3]
+        table = torch.stack((features, blind, onward)), torch.stack((real_weight, weight, onward_weight))
         for regime in (0, 1):
             rows = sampled == regime
             if not bool(rows.any()):
                 continue
-            x, y = features[rows].reshape(-1, FEATURES), labels[rows].reshape(-1)
-            self._after[regime].learn(x, y, real[rows].reshape(-1).double())
-            blind = x.clone()
-            blind[:, 1:3] = 0.0
-            self._before[regime].learn(blind, y, weight[rows].reshape(-1))
+            x, w = table[0][:, rows].reshape(3, -1, FEATURES), table[1][:, rows].reshape(3, -1)
+            y = labels[rows].reshape(-1)
+            for model, features_NF, weight_N in zip(
+                (self._after[regime], self._before[regime], self._onward[regime]), x, w, strict=True
+            ):
+                model.learn(features_NF, y, weight_N)
 
     def _before_slots(self, own: Tensor, sampled: Tensor) -> Tensor:
         """[B, L], each slot's acceptance given its predecessors', from logit averages `own` [B]."""

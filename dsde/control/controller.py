@@ -141,6 +141,7 @@ class Controller:
         lengths, caps = torch.empty_like(limits), torch.empty_like(limits)
         stops: list[tuple[DraftStop | None, Sequence[str]]] = []
         confidence = False
+        confidence = False
         for policy, part in self._groups(requests):
             batch = self._batch(request_ids, slots, limits, usable, part)
             proposal = policy.plan(batch)
@@ -191,7 +192,9 @@ class Controller:
             )
         requests = [self._requests.get(request_id) for request_id in observation.request_ids]
         known = [r for r in requests if r is not None and r.parked is None]
-        time = self._spend(observation, plan)
+        top = observation.draft_top_prob
+        depth = top.shape[1] if top is not None else 0 if plan is None else plan.depth
+        time = self._spend(observation, plan, depth)
         self._acceptance.tick()
         if known:
             if len(known) == len(requests):
@@ -199,10 +202,9 @@ class Controller:
             else:
                 kept = torch.tensor([r is not None and r.parked is None for r in requests])
                 self._learn(known, *_keep(observation, kept, row), time)
-        self._remember(observation)
+        self._remember(observation, depth)
         if plan is not None and observation.draft_step_ms is not None:
-            top = observation.draft_top_prob
-            self._straggle(plan, observation.draft_step_ms, plan.depth if top is None else top.shape[1])
+            self._straggle(plan, observation.draft_step_ms, depth)
 
     def preempt(self, request_id: str) -> None:
         """Free the request's slot: its history is forgotten and its calibration starts again when it is next planned.
@@ -277,28 +279,33 @@ class Controller:
             cost=self._cost,
         )
 
-    def _spend(self, observation: StepObservation, plan: SpeculationPlan | None) -> StepTime:
+    def _spend(self, observation: StepObservation, plan: SpeculationPlan | None, depth: int) -> StepTime:
         """Learn the costs of the step; its times."""
-        top = observation.draft_top_prob
-        depth = top.shape[1] if top is not None else 0 if plan is None else plan.depth
         drafting = len(plan.lengths) if plan is not None else len(observation.draft_ids)
         # Without a count of tokens, the step's own: one for each request, and its drafts.
         tokens = observation.num_tokens or len(observation.request_ids) + observation.kld.numel()
         return self._cost.learn(
-            tokens, observation.step_ms, observation.has_prefill, drafting, depth, observation.draft_step_ms
+            tokens,
+            observation.step_ms,
+            observation.has_prefill,
+            drafting,
+            depth,
+            observation.draft_step_ms,
+            stoppable=plan is not None and plan.stop is not None,
         )
 
-    def _remember(self, observation: StepObservation) -> None:
-        """Keep the drafter's confidence in the drafts it has just drawn, until they are verified."""
+    def _remember(self, observation: StepObservation, depth: int) -> None:
+        """Keep the drafter's confidence in the `depth` drafts it has just drawn, until they are verified."""
         top, spread = observation.draft_top_prob, observation.draft_entropy
-        if top is None or spread is None or not observation.draft_ids:
+        if not depth or not observation.draft_ids:
             return
         slots = [r.slot if (r := self._requests.get(i)) else None for i in observation.draft_ids]
         if None in slots:
             kept = torch.tensor([slot is not None for slot in slots])
-            top, spread, slots = top[kept], spread[kept], [slot for slot in slots if slot is not None]
-        if slots and top.shape[1]:
-            self._acceptance.draft(torch.tensor(slots), top, spread)
+            slots = [slot for slot in slots if slot is not None]
+            top, spread = None if top is None else top[kept], None if spread is None else spread[kept]
+        if slots:
+            self._acceptance.draft(torch.tensor(slots), depth, top, spread)
 
     def _signals(self, groups: list[tuple[Policy, Tensor | slice]], requests: int, slots: Tensor) -> Signals:
         if len(groups) == 1:

@@ -56,11 +56,6 @@ class Curve:
         self._count = [0.0] * (sizes + 1)
 
     @property
-    def measured(self) -> bool:
-        """Whether anything has been measured, so that times are in ms."""
-        return self._scaled
-
-    @property
     def line(self) -> tuple[float, float]:
         """(a, b), both at least 0: the nearest admissible point in the metric of what was measured."""
         a, b = self._a, self._b
@@ -79,6 +74,10 @@ class Curve:
             count = self._count[size]
             time *= (count * self._ratio[size] + LOCAL_PRIOR) / (count + LOCAL_PRIOR)
         return time
+
+    def seen(self, size: int) -> bool:
+        """Whether x = size has been measured since the line last started."""
+        return size < len(self._count) and self._count[size] > 0.0
 
     def rescale(self, unit: float) -> None:
         """Put the prior into ms, where nothing has been measured yet: (a, b) = prior * unit."""
@@ -142,6 +141,7 @@ class StepCost:
     def __init__(self, capacity: int, max_length: int) -> None:
         self._verify = Curve(VERIFY_PRIOR, capacity * (1 + max_length))
         self._draft = Curve(DRAFT_PRIOR, capacity)
+        self._sync = self._syncs = 0.0
 
     @property
     def token(self) -> float:
@@ -156,6 +156,11 @@ class StepCost:
         """d(n), time of one draft step of n requests."""
         return self._draft.at(requests)
 
+    @property
+    def sync(self) -> float:
+        """What a rule inside the draft loop adds to a draft step; 0 until it has been measured."""
+        return max(0.0, self._sync)
+
     def learn(
         self,
         tokens: int,
@@ -164,21 +169,34 @@ class StepCost:
         drafting: int,
         depth: int,
         draft_step_ms: float | None,
+        *,
+        stoppable: bool = False,
     ) -> StepTime:
         """Take one engine step and return its times, expected ones where measured ones are no decoding.
 
         tokens: tokens of the forward. drafting: requests in the drafting, of `depth` draft steps of draft_step_ms each.
+        stoppable: whether a rule could end the drafting after each of them.
         """
-        clean = step_ms is not None and step_ms > 0.0 and not has_prefill and tokens > 0
-        if clean:
-            assert step_ms is not None
-            clean = self._verify.learn(tokens, step_ms)
-            self._draft.rescale(self._verify.line[0])
-        drafted = 0.0
-        if depth > 0 and drafting > 0:
-            timed = draft_step_ms is not None and draft_step_ms > 0.0 and not has_prefill
-            expected = self.draft(drafting)
-            if timed and draft_step_ms is not None and self._draft.learn(drafting, draft_step_ms):
-                expected = draft_step_ms
-            drafted = depth * expected
-        return StepTime(step_ms if clean and step_ms is not None else self.verify(tokens), drafted, clean)
+        verify, measured = self._learn_verify(tokens, step_ms, has_prefill)
+        if not depth or not drafting:
+            return StepTime(verify, 0.0, measured)
+        step = self.draft(drafting)
+        if draft_step_ms is not None and draft_step_ms > 0.0 and not has_prefill:
+            step = self._learn_draft(drafting, draft_step_ms, stoppable)
+        return StepTime(verify, depth * step, measured)
+
+    def _learn_verify(self, tokens: int, step_ms: float | None, has_prefill: bool) -> tuple[float, bool]:
+        if step_ms is None or step_ms <= 0.0 or has_prefill or not self._verify.learn(tokens, step_ms):
+            return self.verify(tokens), False
+        self._draft.rescale(self._verify.line[0])
+        return step_ms, True
+
+    def _learn_draft(self, requests: int, step_ms: float, stoppable: bool) -> float:
+        expected = self.draft(requests)
+        if not stoppable or not self._draft.seen(requests):
+            return step_ms if self._draft.learn(requests, step_ms) else expected
+        if step_ms > OUTLIER * expected:
+            return expected
+        self._syncs = min(self._syncs + 1.0, LOCAL_MEMORY)
+        self._sync += (step_ms - expected - self._sync) / self._syncs
+        return step_ms

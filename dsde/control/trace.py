@@ -44,10 +44,10 @@ class Round:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Round:
         """Read it back; ValueError where the lists differ in length or more was accepted than drafted."""
-        lists = [tuple(value[name]) for name in ("p", "h", "kld", "overlap")]
-        if len({len(values) for values in lists}) != 1 or not 0 <= value["a"] <= len(lists[0]):
+        top, entropy, kld, overlap = (tuple(value[name]) for name in ("p", "h", "kld", "overlap"))
+        if len({len(top), len(entropy), len(kld), len(overlap)}) != 1 or not 0 <= value["a"] <= len(top):
             raise ValueError(f"round {value!r} is not accepted: give four lists of one length, and 0 <= a <= length")
-        return cls(*lists, accepted=value["a"])
+        return cls(top, entropy, kld, overlap, value["a"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +145,12 @@ def synthesize(
                 slots.append((top, entropy, kld, chance))
                 alive = alive and rng.random() < chance
                 accepted += alive
-            path.append(Round(*(tuple(column) for column in zip(*slots, strict=True)), accepted=accepted))
+            tops, entropies, klds, chances = zip(*slots, strict=True)
+            path.append(Round(tops, entropies, klds, chances, accepted))
         made.append(RequestTrace(f"made-up-{index}", "made-up", temperature, tuple(path)))
     return Trace(length, tuple(made), {"acceptance": acceptance, "seed": seed})
 
 
 def _open(path: Path, mode: str) -> IO[str]:
     opener: Any = gzip.open if path.suffix == ".gz" else open
-    return opener(path, mode, encoding="utf-8")  # type: ignore[no-any-return]
+    return opener(path, mode, encoding="utf-8")

@@ -47,6 +47,7 @@ class AdaEdl(Policy):
     """Base length for everyone, cut at the first slot whose bound is below the request's lambda."""
 
     name = "adaedl"
+    reads_confidence = True
 
     def __init__(self, settings: AdaEdlSettings, max_length: int) -> None:
         if settings.length is not None:

@@ -16,7 +16,8 @@ from dsde.control.history import Recent
 from dsde.control.ledger import Ledger
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step
 from dsde.control.policies.paper import Paper, PaperSettings
-from dsde.control.price import Costs, best_price
+from dsde.control.price import Costs, Price, best_price
+from dsde.control.price_stop import PriceStop
 
 __all__ = ["Goodput", "GoodputSettings"]
 
@@ -26,6 +27,10 @@ RESUME = 1.02
 """Rate, against plain decoding, that resting speculation must promise before it goes on."""
 PROBE_SHARE = 0.003
 """Share of the time since the last probe that the next may cost."""
+STOP_GAIN = 0.04
+"""Share of a step that a stop rule saves at batch 1 when greedy, by replay; it falls with the batch size."""
+STOP_TRIAL = 32
+"""One drafting in so many goes against the rule of thumb, to learn what stopping costs."""
 PROBE_PART = 8
 """One in so many requests drafts in a probe."""
 
@@ -52,6 +57,7 @@ class Goodput(Policy):
         self._rested_ms = 0.0
         self._probe_ms = 0.0
         self._threshold = 0.0
+        self._drafted = 0
 
     def signals(self, recent: Recent) -> Signals:
         """As in `paper`."""
@@ -76,6 +82,8 @@ class Goodput(Policy):
             lengths = self._probe(batch, costs)
             return Proposal(lengths, lengths)
         self._threshold = MARGIN * price.rate * costs.token
+        if batch.trims and self._stops(batch, price, costs):
+            return Proposal(batch.usable, batch.usable, self._stop(batch, price.rate * costs.draft))
         lengths = batch.usable.clamp(max=price.depth)
         if not batch.trims:
             lengths = torch.minimum(lengths, (survival > self._threshold).sum(1))
@@ -102,6 +110,18 @@ class Goodput(Policy):
         survival, drafted = batch.acceptance.drafts(batch.slots)
         worth = (survival > self._threshold).sum(1)
         return torch.where(drafted > 0, torch.minimum(lengths, worth), lengths)
+
+    def _stops(self, batch: Batch, price: Price, costs: Costs) -> bool:
+        """Whether asking after every draft step costs less than the steps that it saves."""
+        self._drafted += 1
+        overhead = batch.cost.sync * price.depth
+        pays = overhead * batch.size < STOP_GAIN * (costs.plain + costs.draft * price.depth)
+        return pays != (self._drafted % STOP_TRIAL == 0)
+
+    def _stop(self, batch: Batch, step_price: float) -> PriceStop:
+        after, onward, own = batch.acceptance.inside(batch.slots)
+        rows = {i: index for index, i in enumerate(batch.ids)}
+        return PriceStop(rows, after, onward, own, self._threshold, MARGIN * step_price)
 
     def _probe(self, batch: Batch, costs: Costs) -> Tensor:
         """[B], length 1 for a few requests when the rest has been long enough to pay for it, else 0."""
