@@ -68,7 +68,7 @@ _BENCH_EXAMPLES = """\
 examples:
   dsde bench --quick --json bench.json --plot pictures
   dsde bench --batch 1,8 --temperature 0 --workload code,chat --policies static,paper --minutes 20
-  dsde bench --batch 8 --draft high --policies static-10 --rounds 12 --record high.jsonl.gz
+  dsde bench --batch 8 --draft high --policies autoregressive --rounds 6 --record high.jsonl.gz
   dsde bench --load 1,4,16,32,4,1 --temperature 0 --workload mix
 
 --json writes {"cells": [{"batch", "temperature", "draft", "workload", "policy", ...}], "machine": {...}}; a moving
@@ -172,7 +172,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--record",
         type=Path,
         metavar="FILE",
-        help="write the drafts of the longest fixed length as a trace (.gz: small)",
+        help="write a trace of drafts and their fate, for replay; one draft only",
     )
     own = parser.add_argument_group("your own models, instead of the pairs bench and bench-low")
     own.add_argument("--target", metavar="MODEL", help="target model; needs --high, --low or both")

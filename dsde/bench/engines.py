@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dsde.bench.cell import Counts, Run
@@ -118,6 +119,7 @@ class Engine:
         self._live: dict[str, int] = {}
         self._counts: Counts | None = None
         self._on_step: OnStep | None = None
+        self._confidence = False
         core: Any = self._engine.engine_core
         self._scheduler: Any = None if plain else core.engine_core.scheduler
         self._unused: Any = None if plain else core.engine_core.scheduler.controller
@@ -139,6 +141,7 @@ class Engine:
         if contender.label not in self._controllers:
             controller = copy.deepcopy(self._unused)
             controller.observe = self._observer(controller.observe)
+            controller.plan = self._planner(controller.plan)
             self._controllers[contender.label] = controller
         self._scheduler.controller = self._controllers[contender.label]
         self._scheduler.controller.set_policy(contender.policy, contender.settings)
@@ -150,17 +153,21 @@ class Engine:
         tokens: float,
         temperature: float,
         on_step: OnStep | None = None,
+        *,
+        confidence: bool = False,
     ) -> Run:
         """Decode with a full batch of load[0] requests, then load[1] and so on, `tokens` per request on average each.
 
         A request joins with the next of `prompts`, leaves when the load falls, and never ends by itself. Only decoding
         with every request past its prompt is measured; the last step counts for the part that was needed.
         on_step: called with the observation and the plan of each measured step; engines with a drafter only. A
-        request's id there begins with its prompt's workload and a dash.
+        request's id there begins with its prompt's workload and a dash. confidence: measure the drafter's confidence
+        for everybody, which takes time, so such a run says nothing about speed.
         """
         waiting = iter(itertools.cycle(prompts))
         total = seconds = latency = 0.0
         counts = Counts()
+        self._confidence = confidence
         try:
             for batch in load:
                 self._fill(batch, waiting, temperature)
@@ -237,6 +244,15 @@ class Engine:
             self._engine.abort_request(requests)
         for request in requests:
             del self._live[request]
+
+    def _planner(self, plan: Callable[..., SpeculationPlan]) -> Callable[..., SpeculationPlan]:
+        """A controller's plan(), with the drafter's confidence asked for where the run wants it."""
+
+        def planned(*args: Any, **kwargs: Any) -> SpeculationPlan:
+            made = plan(*args, **kwargs)
+            return replace(made, confidence=True) if self._confidence and made.depth else made
+
+        return planned
 
     def _observer(self, observe: Callable[..., None]) -> Callable[..., None]:
         """A controller's observe(), counted while the clock runs."""

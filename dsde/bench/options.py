@@ -64,8 +64,6 @@ def options(given: argparse.Namespace) -> Options:
     models = _models(given)
     if given.record is not None and len(models) > 1:
         raise ValueError(f"--record {given.record}: a trace is of one pair; accepted: with --draft high or --draft low")
-    if given.record is not None and not any(one.length for one in plan.contenders):
-        raise ValueError(f"--record {given.record}: only a fixed length is recorded; name one in --policies: static-10")
     return Options(plan, models, given.json, given.plot, given.record)
 
 

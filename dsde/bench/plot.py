@@ -36,7 +36,7 @@ def draw(directory: Path, results: Sequence[Result], trails: Trails) -> list[Pat
         if fixed_size:
             figure = _scaling(fixed_size, f"{draft} draft, temperature {temperature:g}")
             files += _save(figure, directory / f"batch-{name}")
-        if steps := trails.fixed().get((draft, temperature)):
+        if steps := trails.observed().get((draft, temperature)):
             figure = _signals(steps, f"{draft} draft, temperature {temperature:g}")
             files += _save(figure, directory / f"acceptance-{name}")
     for cell in trails.cells:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dsde.bench.cell import Cell
-from dsde.bench.contender import Contender
 from dsde.bench.engines import OnStep
 from dsde.control.records import SpeculationPlan, StepObservation
 from dsde.control.trace import RequestTrace, Round, Trace
@@ -18,16 +17,14 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Records the runs of `static-length`; a replay drafts no deeper than that, so it is the longest there is."""
+    """Records runs at a fixed length; a replay drafts no deeper than that, so it should be the longest there is."""
 
     def __init__(self, length: int) -> None:
         self._length = length
         self._requests: dict[str, tuple[float, list[Round]]] = {}
 
-    def watch(self, cell: Cell, contender: Contender, number: int) -> OnStep | None:
-        """An observer for a run that begins, None for one that is not recorded."""
-        if contender.length != self._length:
-            return None
+    def observe(self, cell: Cell, label: str) -> OnStep:
+        """An observer for a run at the fixed length, with the drafter's confidence."""
         drafts: dict[str, tuple[list[float], list[float]]] = {}
 
         def on_step(observation: StepObservation, plan: SpeculationPlan | None) -> None:

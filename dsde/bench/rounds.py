@@ -20,7 +20,8 @@ from dsde.bench.workload import Prompt, Question, questions
 
 __all__ = ["Plan", "Rounds", "Watch"]
 
-Watch = Callable[[Cell, Contender, int], OnStep | None]
+Watch = Callable[[Cell, str], OnStep | None]
+"""(cell, contender) -> the observer of a run that begins."""
 
 # Reads the round's prompts into the prefix cache, draft included, and meets every shape of the batch once.
 _OPENER = Contender("static-1", "static", {"length": 1})
@@ -41,10 +42,22 @@ class Plan:
     seconds: float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One round of a scene. deadline: on the monotonic clock, of the whole benchmark."""
+
+    scene: Scene
+    number: int
+    prompts: Sequence[Prompt]
+    tokens: int
+    deadline: float
+
+
 class Rounds:
     """Measures a plan on loaded engines; what it has at any time can be read, also after an interruption.
 
-    plain: the engine without a drafter. drafted: draft -> engine. watch: gives the observer of a run's steps, or None.
+    plain: the engine without a drafter. drafted: draft -> engine. watch: observes the measured runs. observers: fixed
+    length -> who observes one more run of it after each round, with the drafter's confidence, its speed left out.
     encode: questions -> prompts; by default the model's own chat template.
     """
 
@@ -55,18 +68,19 @@ class Rounds:
         drafted: Mapping[str, Engine],
         progress: Progress,
         watch: Watch | None = None,
+        observers: Mapping[int, Watch] | None = None,
         encode: Callable[[Sequence[Question]], list[Prompt]] | None = None,
     ) -> None:
         self._plan = plan
         self._plain = plain
         self._drafted = drafted
         self._progress = progress
-        self._watch = watch or (lambda cell, contender, number: None)
+        self._watch = watch or (lambda cell, label: None)
+        self._observers = observers or {}
         self._encode = encode or plain.encode
         self._others = [one for one in plan.contenders if one.label != AUTOREGRESSIVE]
         self._lengths = [one.length for one in self._others if one.length is not None]
         self._runs: dict[Cell, dict[str, list[Run | None]]] = {}
-        self._done = 0
         self._spent: dict[Scene, list[float]] = {}
 
     @property
@@ -97,17 +111,15 @@ class Rounds:
             prompts = self._encode(questions(scene.workload, number * max(scene.load), max(scene.load)))
             setup_s, token_s = self._open(scene, prompts)
             if not tokens:
-                opening = time.monotonic() - started
-                runs = 1 + len(self._drafted) * len(self._others)
-                tokens = budget.tokens_that_fit(
-                    share - opening, runs, setup_s, token_s * len(scene.load), self._plan.tokens
-                )
-            self._round(scene, number, prompts, tokens, deadline)
+                left = share - (time.monotonic() - started)
+                per_token = token_s * len(scene.load)
+                tokens = budget.tokens_that_fit(left, self._runs_per_round, setup_s, per_token, self._plan.tokens)
+            self._round(_Turn(scene, number, prompts, tokens, deadline))
             took = time.monotonic() - started
             if time.monotonic() + took > ends:
                 break
 
-    def _open(self, scene: Scene, prompts: list[Prompt]) -> tuple[float, float]:
+    def _open(self, scene: Scene, prompts: Sequence[Prompt]) -> tuple[float, float]:
         """Prepare all engines for the round; (seconds of a run outside its decoding, seconds per token), estimated."""
         setup = token = 0.0
         for engine in (self._plain, *self._drafted.values()):
@@ -119,43 +131,38 @@ class Rounds:
         # From now on the prefix cache holds about half of each prompt.
         return setup / 2, token
 
-    def _round(self, scene: Scene, number: int, prompts: list[Prompt], tokens: int, deadline: float) -> None:
-        cells = {draft: Cell(scene, draft) for draft in self._drafted}
+    def _round(self, turn: _Turn) -> None:
         baseline = next(one for one in self._plan.contenders if one.label == AUTOREGRESSIVE)
-        run = self._run(self._plain, scene, prompts, tokens, baseline, None, number, deadline)
+        run = self._run(self._plain, baseline, None, turn)
         for draft, engine in self._drafted.items():
-            cell = cells[draft]
+            cell = Cell(turn.scene, draft)
             runs = self._runs.setdefault(cell, {one.label: [] for one in self._plan.contenders})
             runs[AUTOREGRESSIVE].append(run)
             for contender in self._others:
                 ready = self._ready(contender, cell)
-                own = None
-                if ready is not None:
-                    own = self._run(engine, scene, prompts, tokens, ready, cell, number, deadline)
-                runs[contender.label].append(own)
+                runs[contender.label].append(None if ready is None else self._run(engine, ready, cell, turn))
+            for length, observer in self._observers.items():
+                observed = Contender(f"static-{length}, observed", "static", {"length": length})
+                self._run(engine, observed, cell, turn, observer)
 
     def _run(
-        self,
-        engine: Engine,
-        scene: Scene,
-        prompts: list[Prompt],
-        tokens: int,
-        contender: Contender,
-        cell: Cell | None,
-        number: int,
-        deadline: float,
+        self, engine: Engine, contender: Contender, cell: Cell | None, turn: _Turn, observer: Watch | None = None
     ) -> Run:
+        """One run; with an observer of its own it is one that is looked at and not measured."""
+        scene = turn.scene
         engine.choose(contender)
+        watch = observer or self._watch
+        on_step = None if cell is None else watch(cell, contender.label)
         started = time.monotonic()
-        on_step = self._watch(cell, contender, number) if cell is not None else None
-        run = engine.run(prompts, scene.load, tokens, scene.temperature, on_step)
+        run = engine.run(
+            turn.prompts, scene.load, turn.tokens, scene.temperature, on_step, confidence=observer is not None
+        )
         self._spent.setdefault(scene, []).append(time.monotonic() - started)
-        self._done += 1
         where = f"batch {scene.batch}, T={scene.temperature:g}, {scene.workload}"
+        what = f"{where}, round {turn.number + 1}, {turn.tokens} tokens"
         who = contender.label if cell is None else f"{cell.draft} draft, {contender.label}"
-        total, left = self._ahead(scene, number, deadline)
-        figure = f"{run.tokens_per_s:.1f} tokens/s"
-        self._progress.ran(f"{where}, round {number + 1}, {tokens} tokens: {who}", figure, self._done, total, left)
+        done, total, left = self._ahead(turn)
+        self._progress.ran(f"{what}: {who}", f"{run.tokens_per_s:.1f} tokens/s", done, total, left)
         return run
 
     def _ready(self, contender: Contender, cell: Cell) -> Contender | None:
@@ -195,19 +202,21 @@ class Rounds:
     def _fixed_labels(self) -> list[str]:
         return [one.label for one in self._others if one.length is not None]
 
-    def _ahead(self, scene: Scene, number: int, deadline: float) -> tuple[int, float]:
-        """(runs in all, seconds left) as far as one can tell now."""
-        per_round = 1 + len(self._drafted) * len(self._others)
-        position = list(self._plan.scenes).index(scene)
-        own = sum(self._spent[scene]) / len(self._spent[scene])
-        timed = not math.isinf(deadline)
-        rounds = number + 1 if timed else self._plan.rounds
-        before = sum(len(spent) for one, spent in self._spent.items() if one != scene)
-        here = max(0, rounds * per_round - len(self._spent[scene]))
-        later = self._plan.scenes[position + 1 :]
-        left = own * here
-        for other in later:
-            rounds_there = 1 if timed else self._plan.rounds
-            left += own * budget.weight(other) / budget.weight(scene) * per_round * rounds_there
-        total = before + len(self._spent[scene]) + here + len(later) * per_round * (1 if timed else self._plan.rounds)
-        return total, min(left, max(0.0, deadline - time.monotonic())) if timed else left
+    @property
+    def _runs_per_round(self) -> int:
+        return 1 + len(self._drafted) * (len(self._others) + len(self._observers))
+
+    def _ahead(self, turn: _Turn) -> tuple[int, int, float]:
+        """(runs done, runs in all, seconds left) as far as one can tell now."""
+        own = self._spent[turn.scene]
+        timed = not math.isinf(turn.deadline)
+        rounds = turn.number + 1 if timed else self._plan.rounds
+        done = sum(map(len, self._spent.values()))
+        here = max(0, rounds * self._runs_per_round - len(own))
+        later = self._plan.scenes[list(self._plan.scenes).index(turn.scene) + 1 :]
+        there = self._runs_per_round * (1 if timed else self._plan.rounds)
+        weights = sum(budget.weight(scene) for scene in later) / budget.weight(turn.scene)
+        left = sum(own) / len(own) * (here + weights * there)
+        if timed:
+            left = min(left, max(0.0, turn.deadline - time.monotonic()))
+        return done, done + here + len(later) * there, left

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from dsde.bench.cell import Cell, Result
-from dsde.bench.contender import Contender
-from dsde.bench.engines import Engine, OnStep, check_memory, engine_config, environment
+from dsde.bench.cell import Result
+from dsde.bench.contender import LONGEST
+from dsde.bench.engines import Engine, check_memory, engine_config, environment
 from dsde.bench.options import DRAFTS, Options
 from dsde.bench.progress import Progress, duration
 from dsde.bench.record import Recorder
@@ -20,12 +20,13 @@ from dsde.bench.rounds import Plan, Rounds, Watch
 from dsde.bench.table import cells_table, signals_table, summary_table
 from dsde.bench.trail import Trails
 from dsde.config import DsdeConfig
-from dsde.control.records import SpeculationPlan, StepObservation
 
 __all__ = ["enter", "run"]
 
 # What ending the engines, the tables and the pictures take.
 CLOSING_S = 20.0
+SIGNAL_LENGTH = 4
+"""Fixed length of the runs in which signals are held against acceptance, in draft tokens."""
 
 
 def enter(config: DsdeConfig, arguments: Sequence[str]) -> None:
@@ -54,7 +55,12 @@ def run(chosen: Options, config: DsdeConfig) -> int:
     check_memory(configs)
 
     trails = Trails() if chosen.plot is not None else None
-    recorder = Recorder(max(one.length or 0 for one in plan.contenders)) if chosen.record is not None else None
+    recorder = Recorder(LONGEST) if chosen.record is not None else None
+    observers: dict[int, Watch] = {}
+    if trails is not None:
+        observers[SIGNAL_LENGTH] = trails.observe
+    if recorder is not None:
+        observers[LONGEST] = recorder.observe
     engines: list[Engine] = []
     interrupted = False
     rounds: Rounds | None = None
@@ -68,7 +74,9 @@ def run(chosen: Options, config: DsdeConfig) -> int:
             left = plan.seconds - (time.monotonic() - started) - CLOSING_S
             timed = Plan(plan.scenes, plan.contenders, plan.rounds, plan.tokens, max(1.0, left))
             drafted = dict(zip(configs, engines[1:], strict=True))
-            rounds = Rounds(timed, engines[0], drafted, progress, _watch(trails, recorder))
+            rounds = Rounds(
+                timed, engines[0], drafted, progress, trails.watch if trails is not None else None, observers
+            )
             progress.stage("reading the prompts")
             rounds.measure()
         except KeyboardInterrupt:
@@ -90,23 +98,6 @@ def run(chosen: Options, config: DsdeConfig) -> int:
         count = recorder.write(chosen.record, {"draft": next(iter(models)), "machine": where})
         print(f"{chosen.record}: {count} requests")
     return 130 if interrupted else 0
-
-
-def _watch(*watchers: Trails | Recorder | None) -> Watch:
-    """All of the watchers that there are, as one."""
-    present = [one for one in watchers if one is not None]
-
-    def watch(cell: Cell, contender: Contender, number: int) -> OnStep | None:
-        given = [one.watch(cell, contender, number) for one in present]
-        observers = [one for one in given if one is not None]
-
-        def on_step(observation: StepObservation, plan: SpeculationPlan | None) -> None:
-            for observer in observers:
-                observer(observation, plan)
-
-        return on_step if observers else None
-
-    return watch
 
 
 def _models(chosen: Options) -> dict[str, tuple[str, str]]:

@@ -80,7 +80,7 @@ def signals_table(trails: Trails) -> Table:
     for signal in SIGNALS:
         table.add_column(signal, justify="right")
     table.add_column("steps", justify="right")
-    for (draft, temperature), own in trails.fixed().items():
+    for (draft, temperature), own in trails.observed().items():
         pairs = acceptance(own)
         figures = [spearman(*pairs[signal]) for signal in SIGNALS]
         entries = ("-" if figure is None else f"{figure:+.2f}" for figure in figures)

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from dsde.bench.cell import Cell
-from dsde.bench.contender import Contender
 from dsde.bench.engines import OnStep
 from dsde.control.history import WINDOW
 from dsde.control.records import SpeculationPlan, StepObservation
@@ -48,32 +47,32 @@ class Trail:
 
 
 class Trails:
-    """The trail of every contender in every cell, of its latest round."""
+    """The trail of every contender in every cell, of its latest round, and those of the runs observed for signals."""
 
     def __init__(self) -> None:
         self._trails: dict[tuple[Cell, str], Trail] = {}
+        self._observed: dict[Cell, list[Trail]] = {}
 
-    def watch(self, cell: Cell, contender: Contender, number: int) -> OnStep:
-        """An observer for a run that begins; the trail of the round before is dropped."""
-        trail = self._trails[cell, contender.label] = Trail()
+    def watch(self, cell: Cell, label: str) -> OnStep:
+        """An observer for a measured run that begins; the trail of the round before is dropped."""
+        trail = self._trails[cell, label] = Trail()
+        return trail.add
+
+    def observe(self, cell: Cell, label: str) -> OnStep:
+        """An observer for a run at a fixed length: there every step is drafted alike, whatever its signals are."""
+        trail = Trail()
+        self._observed.setdefault(cell, []).append(trail)
         return trail.add
 
     def of(self, cell: Cell) -> dict[str, Trail]:
         """Contender -> its trail in this cell."""
         return {label: trail for (where, label), trail in self._trails.items() if where == cell}
 
-    def fixed(self) -> dict[tuple[str, float], list[Trail]]:
-        """(draft, temperature) -> trails of one fixed length: 4, or the one nearest to it, that every cell has.
-
-        Under a fixed length every step is drafted alike, so that no policy chose which steps are seen.
-        """
+    def observed(self) -> dict[tuple[str, float], list[Trail]]:
+        """(draft, temperature) -> all trails that were observed for signals."""
         found: dict[tuple[str, float], list[Trail]] = {}
-        for cell in {where for where, _ in self._trails}:
-            lengths = [int(label.removeprefix("static-")) for label in self.of(cell) if label.startswith("static-")]
-            if drafting := [length for length in lengths if length > 0]:
-                nearest = min(drafting, key=lambda length: (abs(length - 4), length))
-                own = found.setdefault((cell.draft, cell.scene.temperature), [])
-                own.append(self._trails[cell, f"static-{nearest}"])
+        for cell, trails in self._observed.items():
+            found.setdefault((cell.draft, cell.scene.temperature), []).extend(trails)
         return found
 
     @property

@@ -14,7 +14,7 @@ from tests.engine.conftest import VOCABULARY
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 12
+TOKENS = 16
 BATCHES = (1, 3)
 
 
@@ -75,22 +75,24 @@ def test_rounds_measure_every_contender(engines: tuple[Any, Any], tmp_path: Path
     from dsde.bench.contender import contenders
     from dsde.bench.plot import draw
     from dsde.bench.progress import Progress
+    from dsde.bench.record import Recorder
     from dsde.bench.report import write_json
     from dsde.bench.rounds import Plan, Rounds
-    from dsde.bench.trail import Trails
+    from dsde.bench.trail import Trails, acceptance
     from dsde.control.policies import policy_names
 
     plain, drafted = engines
     policies = [name for name in policy_names() if name not in ("static", "autoregressive")]
     everybody = contenders(["static-0", "static-1", "static-3", *policies])
     scenes = [Scene((batch,), temperature, "mix") for batch in BATCHES for temperature in (0.0, 1.0)]
-    output, trails = io.StringIO(), Trails()
+    output, trails, recorder = io.StringIO(), Trails(), Recorder(length=3)
     rounds = Rounds(
         Plan(scenes, everybody, rounds=2, tokens=TOKENS),
         plain,
         {"high": drafted},
         Progress(Console(file=output, width=200)),
         trails.watch,
+        {4: trails.observe, 3: recorder.observe},
         encode=lambda questions: prompts(len(questions)),
     )
     rounds.measure()
@@ -109,7 +111,7 @@ def test_rounds_measure_every_contender(engines: tuple[Any, Any], tmp_path: Path
         assert 1.0 < own["static-3"].mean_acceptance_length < 4.0
         assert 0.0 < own["static-3"].wasted_draft_share < 1.0
     lines = output.getvalue().splitlines()
-    assert len(lines) == len(scenes) * len(everybody) * 2
+    assert len(lines) == len(scenes) * (len(everybody) + 2) * 2
     assert lines[-1].endswith(f"({len(lines)} of {len(lines)}, about 0 s left)")
 
     write_json(tmp_path / "bench.json", rounds.results, {"cores": 1})
@@ -120,6 +122,12 @@ def test_rounds_measure_every_contender(engines: tuple[Any, Any], tmp_path: Path
         *("ratio_to_autoregressive", "ratio_to_static_opt", "mean_acceptance_length", "acceptance_rate"),
         *("wasted_draft_share", "draft_steps", "rounds"),
     }
+    for values, shares in acceptance(trails.observed()["high", 0.0]).values():
+        assert len(values) > 0
+        assert 0 <= shares.min() < shares.max() <= 1
+    trace = recorder.trace({})
+    assert len(trace.requests) == sum(BATCHES) * 2 * 2
+    assert {len(one.top_prob) for request in trace.requests for one in request.rounds} == {3}
     files = draw(tmp_path / "pictures", rounds.results, trails)
     assert {file.name for file in files} >= {
         "batch-high-T0.png",

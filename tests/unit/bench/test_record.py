@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dsde.bench.cell import Cell, Scene
-from dsde.bench.contender import contenders
 from dsde.bench.record import Recorder
 from dsde.control.records import SpeculationPlan, StepObservation
 from dsde.control.trace import Trace
@@ -31,10 +30,7 @@ def step(ids: tuple[str, ...], counts: list[int], accepted: list[int], base: flo
 
 def test_a_round_is_a_drafting_and_the_verification_after_it(tmp_path: Path) -> None:
     recorder = Recorder(length=2)
-    _, short, fixed = contenders(["static-1", "static-2"])
-    assert recorder.watch(CELL, short, 0) is None
-    on_step = recorder.watch(CELL, fixed, 0)
-    assert on_step is not None
+    on_step = recorder.observe(CELL, "static-2, observed")
     for observation in (
         step(("code-1-x", "math-2-y"), [2, 2], [1, 0], 1.0),
         # The batch's order changed; math-2 was cut to one draft.
@@ -62,8 +58,7 @@ def test_a_round_is_a_drafting_and_the_verification_after_it(tmp_path: Path) -> 
 
 def test_what_was_not_measured_is_not_recorded() -> None:
     recorder = Recorder(length=1)
-    on_step = recorder.watch(CELL, contenders(["static-1"])[1], 0)
-    assert on_step is not None
+    on_step = recorder.observe(CELL, "static-1, observed")
     first = step(("a-1",), [1], [0], 1.0)
     nan = StepObservation(
         request_ids=("a-1",),
