@@ -33,7 +33,7 @@ class DraftRecord:
         self._tokens: list[torch.Tensor] = []
         self._top_prob: list[torch.Tensor] = []
         self._entropy: list[torch.Tensor] = []
-        self._stop: DraftStop | None = plan.stop
+        self._stop: DraftStop | None = None if plan.stop is None else plan.stop.bind(self.request_ids)
         self._confidence = plan.confidence or plan.stop is not None
         self._depth = plan.depth
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from dsde.control.policies import policy_names
+from dsde.control.policies import build_policy, policy_names
 
 __all__ = ["RequestOptions", "parse"]
 
@@ -40,13 +42,24 @@ def parse(extra_args: Mapping[str, Any] | None, max_length: int) -> RequestOptio
         if key not in (_POLICY, _MAX_LENGTH):
             raise _refusal(key, given[key], f"there is no such option; accepted: {_POLICY}, {_MAX_LENGTH}")
     policy = given.get(_POLICY)
-    if policy is not None and policy not in policy_names():
-        raise _refusal(_POLICY, policy, f"accepted: {', '.join(policy_names())}")
+    if policy is not None and policy not in (accepted := _choosable(max_length)):
+        raise _refusal(_POLICY, policy, f"accepted: {', '.join(accepted)}")
     length = given.get(_MAX_LENGTH)
     # bool is an int to Python, and JSON's true is no length.
     if length is not None and (type(length) is not int or not 0 <= length <= max_length):
         raise _refusal(_MAX_LENGTH, length, f"accepted: an integer from 0 to {max_length} draft tokens")
     return RequestOptions(policy=policy, max_length=length)
+
+
+@cache
+def _choosable(max_length: int) -> tuple[str, ...]:
+    """The policies that can do without settings: a request names a policy, not its settings."""
+    names = []
+    for name in policy_names():
+        with suppress(ValueError):
+            build_policy(name, {}, max_length)
+            names.append(name)
+    return tuple(names)
 
 
 def _refusal(key: str, value: Any, accepted: str) -> VLLMValidationError:

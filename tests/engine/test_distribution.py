@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import VOCABULARY
+from tests.engine.test_lossless import POLICIES
 
 PROMPT = [0, 5, 7]
 SAMPLES = 6000
@@ -77,7 +78,7 @@ def sample(engine: Any, temperature: float, top_k: int, policy: str) -> Counter[
     return Counter(tuple(output.outputs[0].token_ids[1:3]) for output in outputs)
 
 
-@pytest.mark.parametrize("policy", ["static", "paper", "reference", "autoregressive"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_samples_at_temperature_1_follow_the_target(engine: Any, tiny_pair: tuple[str, str], policy: str) -> None:
     expected = exact_pairs(tiny_pair[0], temperature=1.0, top_k=0)
     assert p_value(sample(engine, 1.0, 0, policy), expected) > 1e-3

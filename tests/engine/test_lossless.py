@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.conftest import VOCABULARY
 
-POLICIES = ("autoregressive", "paper", "reference", "static")
+POLICIES = ("adaedl", "autoregressive", "goodput", "paper", "reference", "static")
 
 
 def tokens(outputs: list[Any]) -> list[list[int]]:
@@ -45,4 +45,7 @@ def test_tiny_pair_under_every_policy(engine: Any, plain_engine: Any, prompts: l
     outputs = engine.generate(prompts, drafted, use_tqdm=False)
     assert tokens(outputs) == tokens(plain_engine.generate(prompts, plain, use_tqdm=False))
     lengths = {output.kv_transfer_params["dsde"]["speculation_length"]["mean"] for output in outputs}
-    assert (lengths == {0.0}) if policy == "autoregressive" else (len(lengths) > 1)
+    if policy == "autoregressive":
+        assert lengths == {0.0}
+    elif policy != "goodput":  # which may find that nothing pays here
+        assert len(lengths) > 1
