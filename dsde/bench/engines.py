@@ -40,7 +40,7 @@ def environment(config: DsdeConfig) -> dict[str, str]:
     """Environment of the benchmark's process: one engine at a time computes, with all cores, in this process."""
     from dsde.engine.plugin import engine_environment
 
-    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
+    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "CRITICAL", "TQDM_DISABLE": "1"}
     cores = str(len(os.sched_getaffinity(0)))
     threads = {"OMP_NUM_THREADS": cores} if config.serving.device == "cpu" else {}
     return {**engine_environment(config), **threads, **quiet}

@@ -53,6 +53,10 @@ class _Turn:
     deadline: float
 
 
+class _TimeIsUp(Exception):
+    """No further run may begin."""
+
+
 class Rounds:
     """Measures a plan on loaded engines; what it has at any time can be read, also after an interruption.
 
@@ -82,6 +86,12 @@ class Rounds:
         self._lengths = [one.length for one in self._others if one.length is not None]
         self._runs: dict[Cell, dict[str, list[Run | None]]] = {}
         self._spent: dict[Scene, list[float]] = {}
+        self._unfinished = False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether time was up before every cell had a whole round."""
+        return self._unfinished
 
     @property
     def results(self) -> list[Result]:
@@ -97,12 +107,15 @@ class Rounds:
         return {cell: label for cell, label in found.items() if label is not None}
 
     def measure(self) -> None:
-        """Run the plan, scene by scene."""
+        """Run the plan, scene by scene; no run begins after the plan's time."""
         deadline = time.monotonic() + self._plan.seconds
-        for index, scene in enumerate(self._plan.scenes):
-            left = deadline - time.monotonic()
-            share = left if math.isinf(left) else budget.shares(max(0.0, left), self._plan.scenes[index:])[0]
-            self._scene(scene, time.monotonic() + share, share, deadline)
+        try:
+            for index, scene in enumerate(self._plan.scenes):
+                left = deadline - time.monotonic()
+                share = left if math.isinf(left) else budget.shares(max(0.0, left), self._plan.scenes[index:])[0]
+                self._scene(scene, time.monotonic() + share, share, deadline)
+        except _TimeIsUp:
+            self._unfinished = True
 
     def _scene(self, scene: Scene, ends: float, share: float, deadline: float) -> None:
         tokens = 0
@@ -149,6 +162,8 @@ class Rounds:
         self, engine: Engine, contender: Contender, cell: Cell | None, turn: _Turn, observer: Watch | None = None
     ) -> Run:
         """One run; with an observer of its own it is one that is looked at and not measured."""
+        if time.monotonic() > turn.deadline:
+            raise _TimeIsUp
         scene = turn.scene
         engine.choose(contender)
         watch = observer or self._watch

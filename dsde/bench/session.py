@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -45,7 +46,10 @@ def enter(config: DsdeConfig, arguments: Sequence[str]) -> None:
 
 
 def run(chosen: Options, config: DsdeConfig) -> int:
-    """Measure and report; the exit code: 0, or 130 after Ctrl-C, with what was measured until then."""
+    """Measure and report; the exit code: 0, or 130 after Ctrl-C.
+
+    What was measured until then is reported also after Ctrl-C, and after a failure before it goes on its way.
+    """
     started = time.monotonic()
     models = _models(chosen)
     plan = chosen.plan
@@ -62,7 +66,7 @@ def run(chosen: Options, config: DsdeConfig) -> int:
     if recorder is not None:
         observers[LONGEST] = recorder.observe
     engines: list[Engine] = []
-    interrupted = False
+    failure: BaseException | None = None
     rounds: Rounds | None = None
     with Progress() as progress:
         try:
@@ -79,15 +83,23 @@ def run(chosen: Options, config: DsdeConfig) -> int:
             )
             progress.stage("reading the prompts")
             rounds.measure()
-        except KeyboardInterrupt:
-            interrupted = True
+        except (Exception, KeyboardInterrupt) as error:
+            failure = error
         finally:
             for engine in engines:
                 engine.shutdown()
-    if rounds is None or not rounds.results:
-        return 130
-    where = machine(config.serving.device, models)
-    _tell(rounds, trails, where["processor"], time.monotonic() - started)
+    if rounds is not None and rounds.results:
+        where = machine(config.serving.device, models)
+        _tell(rounds, trails, where["processor"], time.monotonic() - started)
+        _write(chosen, rounds, trails, recorder, where)
+    if failure is not None and not isinstance(failure, KeyboardInterrupt):
+        raise failure
+    return 0 if failure is None else 130
+
+
+def _write(
+    chosen: Options, rounds: Rounds, trails: Trails | None, recorder: Recorder | None, where: Mapping[str, Any]
+) -> None:
     if chosen.json is not None:
         write_json(chosen.json, rounds.results, where)
     if chosen.plot is not None and trails is not None:
@@ -95,9 +107,8 @@ def run(chosen: Options, config: DsdeConfig) -> int:
 
         draw(chosen.plot, rounds.results, trails)
     if chosen.record is not None and recorder is not None:
-        count = recorder.write(chosen.record, {"draft": next(iter(models)), "machine": where})
+        count = recorder.write(chosen.record, {"draft": next(iter(chosen.models)), "machine": where})
         print(f"{chosen.record}: {count} requests")
-    return 130 if interrupted else 0
 
 
 def _models(chosen: Options) -> dict[str, tuple[str, str]]:
@@ -123,6 +134,8 @@ def _tell(rounds: Rounds, trails: Trails | None, processor: str, seconds: float)
         for temperature in dict.fromkeys(one.cell.scene.temperature for one in results):
             console.print(cells_table(results, rounds.best, draft, temperature))
     console.print(summary_table(results))
+    if rounds.unfinished:
+        console.print("Time was up before every cell had a whole round: give more --minutes, or measure less.")
     if trails is not None:
         console.print(signals_table(trails))
     fewest, most = min(one.rounds for one in results), max(one.rounds for one in results)
