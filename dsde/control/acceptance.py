@@ -32,6 +32,9 @@ OWN_MEMORY = 0.95
 UNDRAFTED_MEMORY = 0.97
 """A request's sums shrink by these at a step with and without drafts, toward the average of all requests."""
 ALL_MEMORY = 0.999
+LESSONS = 8
+EARLY = 64
+"""Verifications that are gathered before the models learn from them all, and requests from which they learn at once."""
 RESOLUTION_MEMORY = 0.995
 RESOLUTION_PRIOR = (0.5, 2.5)
 """Start of the sums under resolution: share .2, weight of a few dozen slots."""
@@ -50,7 +53,10 @@ class Verification:
 
 
 class Acceptance:
-    """State of every slot of the controller and the models they share. capacity: slots; max_length: longest draft."""
+    """State of every slot of the controller and the models they share. capacity: slots; max_length: longest draft.
+
+    waiting: whether drafts are waiting for their verification.
+    """
 
     def __init__(self, capacity: int, max_length: int) -> None:
         self._max_length = max_length
@@ -71,6 +77,10 @@ class Acceptance:
         self._informed = torch.zeros(capacity, dtype=torch.bool)
         self._steps = torch.arange(max_length)
         self._clock = 0.0
+        self._lessons: list[Tensor] = []
+        self._pupils: list[Tensor] = []
+        self._taught = 0
+        self.waiting = False
 
     def start(self, slot: int) -> None:
         """Begin a request in `slot`: no drafts, no average of its own."""
@@ -131,6 +141,7 @@ class Acceptance:
         own = torch.logit(self.average(slots), eps=CLIP)
         sampled = self._sampled.index_select(0, slots)
         expected = self._before_slots(own, sampled)
+        self.waiting = True
         self._pending.index_fill_(0, slots, depth)
         if top_prob is None or entropy is None:
             self._features[slots, :, 1:4] = torch.stack((own * 0.0, own * 0.0, own), dim=1).unsqueeze(1)
@@ -163,8 +174,8 @@ class Acceptance:
         confidence chose what was verified, and without them both would believe the choice to be the rule.
         """
         slots, drafted, accepted = verification.slots, verification.drafted, verification.accepted
-        sampled = (temperature > 0.0).long()
-        self._sampled.index_copy_(0, slots, sampled)
+        sampled = self._sample(slots, temperature)
+        self.waiting = False
         pending = self._pending.index_select(0, slots)
         known = (pending >= drafted) & (pending > 0)
         self._pending.index_fill_(0, slots, 0)
@@ -178,7 +189,6 @@ class Acceptance:
         depth = int(pending.max())
         step = self._steps[:depth]
         predicted = self._predicted.index_select(0, slots)[:, :depth]
-        features = self._features.index_select(0, slots)[:, :depth]
 
         verified = step < drafted.unsqueeze(1)
         labels = (step < accepted.unsqueeze(1)).double()
@@ -202,24 +212,54 @@ class Acceptance:
         self._all *= ALL_MEMORY
         self._all.index_add_(0, sampled, sums)
 
-        informed = self._informed.index_select(0, slots).unsqueeze(1)
-        real_weight, onward_weight = (real & informed).double(), weight * informed
-        onward_weight[:, 0] = 0.0
-        blind = features.clone()
-        blind[:, :, 1:3] = 0.0
-        onward = features.clone()
-        onward[:, 1:, 1:3] = features[:, :-1, 1:3]
-        table = torch.stack((features, blind, onward)), torch.stack((real_weight, weight, onward_weight))
+        rows = slots.numel()
+        lesson = torch.zeros(rows, self._max_length, FEATURES + 4, dtype=torch.float64)
+        lesson[:, :, :FEATURES] = self._features.index_select(0, slots)
+        lesson[:, :depth, FEATURES:] = torch.stack(
+            (
+                labels,
+                weight,
+                real.double(),
+                self._informed.index_select(0, slots).double().unsqueeze(1).expand(-1, depth),
+            ),
+            dim=2,
+        )
+        self._lessons.append(lesson)
+        self._pupils.append(sampled)
+        self._taught += rows
+        if self._taught < EARLY or len(self._lessons) >= LESSONS:
+            self._study()
+
+    def rest(self, slots: Tensor, temperature: Tensor) -> None:
+        """R requests decoded without drafts, and none were waiting; temperature: [R]."""
+        self._sample(slots, temperature)
+
+    def _sample(self, slots: Tensor, temperature: Tensor) -> Tensor:
+        sampled = (temperature > 0.0).long()
+        self._sampled.index_copy_(0, slots, sampled)
+        return sampled
+
+    def _study(self) -> None:
+        """Teach the models all that was gathered since the last time."""
+        lessons, pupils, steps = torch.cat(self._lessons), torch.cat(self._pupils), len(self._lessons)
+        self._lessons.clear()
+        self._pupils.clear()
         for regime in (0, 1):
-            rows = sampled == regime
-            if not bool(rows.any()):
+            mine = lessons[pupils == regime]
+            if not mine.numel():
                 continue
-            x, w = table[0][:, rows].reshape(3, -1, FEATURES), table[1][:, rows].reshape(3, -1)
-            y = labels[rows].reshape(-1)
-            for model, features_NF, weight_N in zip(
-                (self._after[regime], self._before[regime], self._onward[regime]), x, w, strict=True
+            features, (labels, weight, real, informed) = mine[:, :, :FEATURES], mine[:, :, FEATURES:].unbind(2)
+            blind = features.clone()
+            blind[:, :, 1:3] = 0.0
+            onward, reached = features.clone(), weight * informed
+            onward[:, 1:, 1:3] = features[:, :-1, 1:3]
+            reached[:, 0] = 0.0
+            for model, x, w in (
+                (self._after[regime], features, real * informed),
+                (self._before[regime], blind, weight),
+                (self._onward[regime], onward, reached),
             ):
-                model.learn(features_NF, y, weight_N)
+                model.learn(x.reshape(-1, FEATURES), labels.reshape(-1), w.reshape(-1), steps)
 
     def _before_slots(self, own: Tensor, sampled: Tensor) -> Tensor:
         """[B, L], each slot's acceptance given its predecessors', from logit averages `own` [B]."""

@@ -326,6 +326,13 @@ class Controller:
         time: StepTime,
     ) -> None:
         slots = torch.tensor([self._place(r) if r.slot is None else r.slot for r in requests])
+        if not row.numel() and not self._acceptance.waiting:
+            # Resting has to be free: nothing was measured, so there is nothing else to learn.
+            self._figures.rest(slots, self._capped.index_select(0, slots))
+            self._capped.index_fill_(0, slots, 0.0)
+            self._acceptance.rest(slots, observation.temperature)
+            self._tell(self._groups(requests), slots, drafted, observation.num_accepted_tokens, time)
+            return
         both = torch.stack((observation.kld, observation.overlap)).double()
         sums = torch.zeros(2, len(requests), dtype=torch.float64).index_add_(1, row, both)
         kld_sum, overlap_sum = sums
@@ -344,16 +351,29 @@ class Controller:
             slots, drafted, usable, kld_sum, overlap_sum, kld_max, signals.wvir, signals.penalty <= 1.0, capped
         )
         self._verify(slots, drafted, accepted, temperature, row, both[1])
+        self._tell(groups, slots, drafted, accepted, time)
+
+    def _tell(
+        self,
+        groups: list[tuple[Policy, Tensor | slice]],
+        slots: Tensor,
+        drafted: Tensor,
+        accepted: Tensor,
+        time: StepTime,
+    ) -> None:
+        """Tell the policies how the step went."""
+        size = slots.numel()
+        plain_ms = self._cost.verify(size)
         for policy, part in groups:
             policy.observe(
                 Step(
                     slots=slots[part],
                     drafted=drafted[part],
                     accepted=accepted[part],
-                    size=len(requests),
+                    size=size,
                     verify_ms=time.verify,
                     draft_ms=time.draft,
-                    plain_ms=self._cost.verify(len(requests)),
+                    plain_ms=plain_ms,
                     measured=time.measured,
                 )
             )

@@ -68,6 +68,12 @@ class Figures:
         )
         self._block[:, LENGTH_MAX:].index_copy_(0, slots, new)
 
+    def rest(self, slots: Tensor, capped: Tensor) -> None:
+        """Add one step in which none of R distinct slots verified a draft; capped: [R], 0 or 1."""
+        ones = torch.ones_like(capped)
+        self._block[:, STEPS : STEPS_OFF + 1].index_add_(0, slots, torch.stack((ones, ones), dim=1))
+        self._block[:, CAPPED].index_add_(0, slots, capped)
+
     def straggle(self, slots: Tensor, wait_ms: Tensor) -> None:
         """Add the time each of slots [B] waited for longer drafts, wait_ms [B]."""
         self._block[:, WAIT_MS].index_add_(0, slots, wait_ms)

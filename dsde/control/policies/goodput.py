@@ -27,6 +27,8 @@ RESUME = 1.02
 """Rate, against plain decoding, that resting speculation must promise before it goes on."""
 PROBE_SHARE = 0.003
 """Share of the time since the last probe that the next may cost."""
+PATIENCE = 16
+"""Steps for which a decision to rest stands while the batch keeps its size."""
 STOP_GAIN = 0.04
 """Share of a step that a stop rule saves at batch 1 when greedy, by replay; it falls with the batch size."""
 STOP_TRIAL = 32
@@ -57,7 +59,8 @@ class Goodput(Policy):
         self._rested_ms = 0.0
         self._probe_ms = 0.0
         self._threshold = 0.0
-        self._drafted = 0
+        self._drafted = self._size = self._patience = 0
+        self._costs = Costs(1.0, 0.0, 0.0)
 
     def signals(self, recent: Recent) -> Signals:
         """As in `paper`."""
@@ -69,10 +72,13 @@ class Goodput(Policy):
 
     def plan(self, batch: Batch) -> Proposal:
         """Everybody drafts K* where trim() follows, else the slots that pay on what is known before drafting."""
+        if self._rests_on(batch):
+            lengths = self._probe(batch, self._costs)
+            return Proposal(lengths, lengths)
         survival, share = batch.acceptance.expect(batch.slots)
         survival = survival.masked_fill_(self._depths >= batch.usable.unsqueeze(1), 0.0)
         cost = batch.cost
-        costs = Costs(plain=cost.verify(batch.size), token=cost.token, draft=cost.draft(batch.size))
+        costs = self._costs = Costs(plain=cost.verify(batch.size), token=cost.token, draft=cost.draft(batch.size))
         price = best_price(survival, share if batch.trims else torch.zeros_like(share), batch.size, costs)
         plain = batch.size / costs.plain
         pays = price.depth > 0 and price.rate >= plain * (1.0 if self._speculating else RESUME)
@@ -92,8 +98,8 @@ class Goodput(Policy):
     def observe(self, step: Step) -> None:
         """Book the step, unless other policies had a hand in it."""
         spent = step.verify_ms + step.draft_ms
-        self._rested_ms += spent
-        if self._probing:
+        self._rested_ms = 0.0 if step.draft_ms else self._rested_ms + spent
+        if self._probing and step.draft_ms:
             self._probe_ms = step.draft_ms
         if step.slots.numel() < step.size:
             return
@@ -111,6 +117,14 @@ class Goodput(Policy):
         worth = (survival > self._threshold).sum(1)
         return torch.where(drafted > 0, torch.minimum(lengths, worth), lengths)
 
+    def _rests_on(self, batch: Batch) -> bool:
+        """Whether speculation rests and nothing has changed: then the decision stands for a few steps."""
+        if self._speculating or self._probing or batch.size != self._size or self._patience <= 0:
+            self._size, self._patience = batch.size, PATIENCE
+            return False
+        self._patience -= 1
+        return True
+
     def _stops(self, batch: Batch, price: Price, costs: Costs) -> bool:
         """Whether asking after every draft step costs less than the steps that it saves."""
         self._drafted += 1
@@ -126,6 +140,7 @@ class Goodput(Policy):
     def _probe(self, batch: Batch, costs: Costs) -> Tensor:
         """[B], length 1 for a few requests when the rest has been long enough to pay for it, else 0."""
         lengths = torch.zeros_like(batch.limits)
+        self._probing = False
         count = max(1, len(batch.ids) // PROBE_PART)
         price = max(costs.draft + count * costs.token, self._probe_ms)
         if self._rested_ms * PROBE_SHARE < price:
