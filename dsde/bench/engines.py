@@ -32,8 +32,9 @@ PROMPT_TOKENS = 128
 MAX_MODEL_LEN = 2048
 # Small blocks let the repeated prompts of a round come from the prefix cache; vLLM's CPU default is 128.
 CPU_BLOCK_SIZE = 32
-# Beside weights and KV cache; measured with the bench pair.
-ENGINE_GIB = 0.7
+# Beside weights and KV cache, of the process and of each engine; two engines of the embedded pair peaked at 4.2 GiB.
+PROCESS_GIB = 1.0
+ENGINE_GIB = 0.4
 
 
 def environment(config: DsdeConfig) -> dict[str, str]:
@@ -46,10 +47,10 @@ def environment(config: DsdeConfig) -> dict[str, str]:
     return {**engine_environment(config), **threads, **quiet}
 
 
-def engine_config(config: DsdeConfig, target: str, draft: str, batch: int, tokens: int) -> DsdeConfig:
-    """The configuration of an engine that decodes `batch` requests of `tokens` tokens each on average.
+def engine_config(config: DsdeConfig, target: str, draft: str, batch: int, written: int) -> DsdeConfig:
+    """The configuration of an engine that decodes at most `batch` requests, and `written` tokens in a run.
 
-    The KV cache is sized for exactly that: a run's requests share its tokens, however unevenly.
+    The KV cache is sized for exactly that: the requests share the tokens, however unevenly.
     """
     from dsde.models.check import footprint
 
@@ -59,7 +60,7 @@ def engine_config(config: DsdeConfig, target: str, draft: str, batch: int, token
     section["engine"] |= {"max_num_seqs": batch, "kv_cache_gib": 1.0}
     sized = DsdeConfig.model_validate(section)
     if config.serving.device == "cpu":
-        held = batch * (PROMPT_TOKENS + tokens + 2 * CPU_BLOCK_SIZE)
+        held = batch * (PROMPT_TOKENS + 2 * CPU_BLOCK_SIZE) + written
         held = max(held, section["model"]["max_model_len"] + CPU_BLOCK_SIZE)
         per_token = _GIB / footprint(sized, target, draft).tokens_held
         section["engine"]["kv_cache_gib"] = held * per_token / _GIB
@@ -84,12 +85,13 @@ def check_memory(configs: Mapping[str, DsdeConfig], available_gib: float | None 
     needs = [footprint(config, *model_paths(config)) for config in configs.values()]
     # The engine without a drafter is counted as large as one with: its draft's weights are small beside the target's.
     needs.append(needs[0])
-    need = sum(one.weights_gib + one.kv_cache_gib + ENGINE_GIB for one in needs)
+    need = PROCESS_GIB + sum(one.weights_gib + one.kv_cache_gib + ENGINE_GIB for one in needs)
     if need > available_gib:
         raise RuntimeError(
             f"about {need:.1f} GiB of memory are needed, {available_gib:.1f} GiB are available: {len(needs)} engines "
             f"(the target alone, and with {' and '.join(configs)} draft), each {needs[0].weights_gib:.1f} for weights, "
-            f"{needs[0].kv_cache_gib:.1f} for the KV cache and {ENGINE_GIB} besides; choose fewer drafts (--draft), "
+            f"{needs[0].kv_cache_gib:.1f} for the KV cache and {ENGINE_GIB} besides, "
+            f"{PROCESS_GIB} for the process; choose fewer drafts (--draft), "
             "smaller batches (--batch) or fewer tokens (--tokens)"
         )
 

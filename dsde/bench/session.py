@@ -54,8 +54,8 @@ def run(chosen: Options, config: DsdeConfig) -> int:
     models = _models(chosen)
     plan = chosen.plan
     batch = max(max(scene.load) for scene in plan.scenes)
-    tokens = plan.tokens * max(len(scene.load) for scene in plan.scenes)
-    configs = {draft: engine_config(config, *pair, batch, tokens) for draft, pair in models.items()}
+    written = plan.tokens * max(sum(scene.load) for scene in plan.scenes)
+    configs = {draft: engine_config(config, *pair, batch, written) for draft, pair in models.items()}
     check_memory(configs)
 
     trails = Trails() if chosen.plot is not None else None
@@ -136,7 +136,7 @@ def _tell(rounds: Rounds, trails: Trails | None, processor: str, seconds: float)
     console.print(summary_table(results))
     if rounds.unfinished:
         console.print("Time was up before every cell had a whole round: give more --minutes, or measure less.")
-    if trails is not None:
+    if trails is not None and trails.observed():
         console.print(signals_table(trails))
     fewest, most = min(one.rounds for one in results), max(one.rounds for one in results)
     count = f"{most} round{'s' if most > 1 else ''}" if fewest == most else f"{fewest} to {most} rounds"

@@ -25,7 +25,7 @@ def engines(tiny_pair: tuple[str, str]) -> Iterator[tuple[Any, Any]]:
     from dsde.config import DsdeConfig
 
     base = DsdeConfig.model_validate({"model": {"dtype": "float32", "max_model_len": 256}})
-    config = engine_config(base, *tiny_pair, batch=max(BATCHES), tokens=3 * TOKENS)
+    config = engine_config(base, *tiny_pair, batch=max(BATCHES), written=400)
     further = {"skip_tokenizer_init": True}
     started = [Engine(config, plain=True, further=further), Engine(config, further=further)]
     yield started[0], started[1]

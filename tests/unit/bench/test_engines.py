@@ -62,13 +62,13 @@ def models(tmp_path: Path) -> tuple[str, str]:
 
 def test_the_cache_holds_the_batch_and_the_memory_is_checked(models: tuple[str, str]) -> None:
     base = DsdeConfig.model_validate({"model": {"max_model_len": 256}})
-    config = engine_config(base, *models, batch=24, tokens=32)
+    config = engine_config(base, *models, batch=24, written=24 * 32)
     assert config.engine.max_num_seqs == 24
     assert config.speculation.max_length == 10
     # K and V of two one-layer models, 32 values of 2 bytes each: 256 bytes a token; 24 * (128 + 32 + 64) tokens.
     assert config.engine.kv_cache_gib == pytest.approx(24 * 224 * 256 / 2**30, rel=1e-3)
     check_memory({"high": config, "low": config}, available_gib=3.0)
-    with pytest.raises(RuntimeError, match=r"about 2\.1 GiB of memory are needed, 1\.0 GiB are available: 3 engines "):
+    with pytest.raises(RuntimeError, match=r"about 2\.2 GiB of memory are needed, 1\.0 GiB are available: 3 engines "):
         check_memory({"high": config, "low": config}, available_gib=1.0)
 
 

@@ -95,3 +95,18 @@ def test_a_plot_into_a_file_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_workload_lists_the_classes() -> None:
     with pytest.raises(ValueError, match=r"--workload 'poems' is unknown; accepted: all, mix, abstract, chat"):
         given(workload="mix,poems")
+
+
+def test_help_teaches_the_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("autoregressive", "static-K", "NAME:SETTING=VALUE", "--quick", "dsde bench --load 1,4,16,32,4,1"):
+        assert word in text
+
+
+def test_a_trace_is_of_one_pair(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a trace is of one pair; accepted: with --draft high or --draft low"):
+        given(record=tmp_path / "trace.jsonl")
+    assert given(record=tmp_path / "trace.jsonl", draft="low").models == {"low": None}
