@@ -21,8 +21,8 @@ OUTLIER = 4.0
 RESTART = 8
 """Outliers in a row after which it is the machine."""
 CLIP = 0.5
-"""Relative error above which a measurement pulls no harder."""
-LOCAL_MEMORY = 50.0
+"""Relative error above which a measurement at a size seen before pulls no harder."""
+LOCAL_MEMORY = 20.0
 LOCAL_PRIOR = 4.0
 """Measurements at one size that the average there remembers, and that weigh as much as the line."""
 
@@ -52,6 +52,7 @@ class Curve:
         self._a, self._b = prior
         self._information = (0.0, 0.0, 0.0)
         self._strange = 0
+        self._range = (1, 1)
         self._ratio = [1.0] * (sizes + 1)
         self._count = [0.0] * (sizes + 1)
 
@@ -89,13 +90,18 @@ class Curve:
         if not self._scaled:
             self._start(size, time)
         predicted = max(self.at(size), 1e-9)
-        if not predicted / OUTLIER <= time <= predicted * OUTLIER:
+        smallest, largest = self._range
+        # Far from all sizes seen, the slope is a guess, and time may grow as fast as the size does.
+        bound = OUTLIER * max(1.0, size / largest, smallest / max(1, size))
+        if not predicted / bound <= time <= predicted * bound:
             self._strange += 1
             if self._strange < RESTART:
                 return False
             self._start(size, time)
+            smallest = largest = max(1, size)
         self._strange = 0
-        self._fit(size, time)
+        self._range = min(smallest, size), max(largest, size)
+        self._fit(size, time, CLIP if self.seen(size) else bound)
         return True
 
     def _start(self, size: int, time: float) -> None:
@@ -105,9 +111,10 @@ class Curve:
         # The prior leaves the constant within a factor of two, and the slope within one of about ten.
         self._information = ((0.5 / time) ** 2, 0.0, (0.1 / max(self._b, 0.02 * time)) ** 2)
         self._scaled = True
+        self._range = (max(1, size), max(1, size))
         self._count = [0.0] * len(self._count)
 
-    def _fit(self, size: int, time: float) -> None:
+    def _fit(self, size: int, time: float, clip: float) -> None:
         aa, ab, bb = self._information
         x = float(size)
         along_a, along_b = aa + ab * x, ab + bb * x
@@ -121,7 +128,7 @@ class Curve:
 
         expected = self._a + self._b * x
         error = time - expected
-        bound = CLIP * max(expected, 1e-9)
+        bound = clip * max(expected, 1e-9)
         pull = weight * max(-bound, min(bound, error))
         determinant = aa * bb - ab * ab
         if determinant > 1e-12 * aa * bb:

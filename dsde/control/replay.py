@@ -6,6 +6,7 @@ step before, draft, observe, trim. A request that ends gives its place to the ne
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -135,18 +136,16 @@ class _Count:
     def __init__(self) -> None:
         self.steps = self.tokens = self.request_steps = 0
         self.verified = self.accepted = self.drafted = self.draft_steps = self.off = 0
-        self.time_ms = self.plain_ms_per_token = 0.0
+        self.time_ms = self.plain_ms = 0.0
 
     def outcome(self, policy: str) -> Outcome:
-        plain_rate = self.request_steps / self.plain_ms_per_token if self.plain_ms_per_token else 0.0
-        rate = self.tokens / self.time_ms if self.time_ms else 0.0
         return Outcome(
             policy=policy,
             steps=self.steps,
             tokens=self.tokens,
             time_ms=self.time_ms,
-            tokens_per_s=1e3 * rate,
-            ratio=rate / plain_rate if plain_rate else 0.0,
+            tokens_per_s=1e3 * self.tokens / self.time_ms,
+            ratio=self.plain_ms / self.time_ms,
             mean_acceptance_length=self.tokens / max(1, self.request_steps),
             acceptance_rate=self.accepted / max(1, self.verified),
             wasted_draft_share=1.0 - self.accepted / self.drafted if self.drafted else 0.0,
@@ -171,11 +170,12 @@ def replay(
 ) -> Outcome:
     """Run `policy` for `steps` steps on the trace.
 
-    batch: requests that decode together, or a load that moves: (batch, steps) one after the other, in place of `steps`.
+    batch: requests that decode together, or a load that moves: (batch, tokens) one after the other, in place of
+    `steps`, so that every policy does the same work.
     trims: False replays asynchronous scheduling's plans, without the delay. warmup: steps that are not counted.
     controller: one to go on with, in place of a new one.
     """
-    load = [(batch, steps)] if isinstance(batch, int) else list(batch)
+    load: list[tuple[int, float]] = [(batch, math.inf)] if isinstance(batch, int) else list(batch)
     capacity = max(size for size, _ in load)
     length = min(max_length or trace.length, trace.length)
     controller = controller or Controller(policy, settings, capacity=capacity, max_length=length, trims=trims)
@@ -184,13 +184,15 @@ def replay(
     running: list[_Stream] = []
     count = _Count()
     done = 0
-    for size, span in load:
-        for _ in range(span):
+    for size, tokens in load:
+        goal = count.tokens + tokens
+        while count.tokens < goal and (goal < math.inf or done < steps):
             while len(running) > size:
                 controller.finish(running.pop().id)
             while len(running) < size:
                 running.append(next(supply))
             if done == warmup:
+                goal -= count.tokens
                 count = _Count()
             running = _step(controller, running, costs, trims, rng, count)
             done += 1
@@ -264,7 +266,7 @@ def _step(
     count.draft_steps += depth
     count.off += depth == 0
     count.time_ms += verify_ms + depth * step_ms
-    count.plain_ms_per_token += costs.verify_ms(len(ids))
+    count.plain_ms += costs.verify_ms(len(ids)) * (1.0 + sum(accepted) / len(ids))
     return going
 
 
@@ -356,5 +358,5 @@ def _oracle_pass(
         count.draft_steps += depth
         count.off += depth == 0
         count.time_ms += costs.verify_ms(batch + verified) + depth * step_ms
-        count.plain_ms_per_token += costs.verify_ms(batch)
+        count.plain_ms += costs.verify_ms(batch) * (1.0 + accepted / batch)
     return count.outcome(f"oracle: {oracle.knows}")

@@ -1,0 +1,150 @@
+"""Acceptance models: calibrated and sharp on drafts whose chances are known, and what they are taught."""
+
+import math
+
+import pytest
+import torch
+
+from dsde.control.acceptance import Acceptance, Verification
+from dsde.control.prediction import Logistic
+
+SAMPLED, GREEDY = 1.0, 0.0
+
+
+def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """Chance that an accepted slot scores above a rejected one (Mann-Whitney)."""
+    ranks = scores.argsort().argsort().double() + 1
+    positive = labels == 1
+    p, n = int(positive.sum()), int((~positive).sum())
+    return (float(ranks[positive].sum()) - p * (p + 1) / 2) / (p * n)
+
+
+def calibration_error(scores: torch.Tensor, labels: torch.Tensor, bins: int = 10) -> float:
+    order = scores.argsort()
+    parts = zip(scores[order].chunk(bins), labels[order].chunk(bins), strict=True)
+    return sum(abs(float(s.mean() - y.mean())) * s.numel() for s, y in parts) / scores.numel()
+
+
+def test_logistic_first_step_by_hand() -> None:
+    # One row x = 1, y = 1 at p = 1/2: A = 4 * .998 + 1/4 = 4.242, w = (1/2) / (4.242 + .5) = .105441.
+    model = Logistic(torch.zeros(1))
+    one = torch.ones(1, 1, dtype=torch.float64)
+    model.learn(one, one[0], one[0])
+    assert model.weights.item() == pytest.approx(0.105441, abs=1e-6)
+
+
+def test_logistic_finds_the_weights_of_its_data() -> None:
+    torch.manual_seed(0)
+    truth = torch.tensor([-0.5, 1.5, 0.8], dtype=torch.float64)
+    model = Logistic(torch.zeros(3))
+    for _ in range(400):
+        x = torch.cat((torch.ones(16, 1), torch.randn(16, 2)), dim=1).double()
+        y = torch.bernoulli(torch.sigmoid(x @ truth))
+        model.learn(x, y, torch.ones(16, dtype=torch.float64))
+    assert model.weights.tolist() == pytest.approx(truth.tolist(), abs=0.2)
+
+
+def run(temperature: float, steps: int, noise: float = 0.5) -> tuple[torch.Tensor, torch.Tensor, Acceptance]:
+    """Predictions and fates of the verified slots of the last half; z ~ N(.5, 2), the drafter sees z + noise."""
+    torch.manual_seed(1)
+    requests, depth = 8, 4
+    model = Acceptance(requests, depth)
+    slots = torch.arange(requests)
+    scores, labels = [], []
+    for step in range(steps):
+        z = 0.5 + 2.0 * torch.randn(requests, depth)
+        chance = torch.sigmoid(z)
+        top = torch.sigmoid(z + noise * torch.randn(requests, depth))
+        entropy = torch.special.entr(top) + torch.special.entr(1 - top) + (1 - top) * 2
+        model.tick()
+        model.draft(slots, depth, top, entropy)
+        survival, pending = model.drafts(slots)
+        assert pending.tolist() == [depth] * requests
+        fate = torch.bernoulli(chance)
+        accepted = fate.long().cumprod(1).sum(1)
+        reached = torch.arange(depth) <= accepted.unsqueeze(1)
+        if step >= steps // 2:
+            single = torch.cat((survival[:, :1], survival[:, 1:] / survival[:, :-1]), dim=1)
+            scores.append(single[reached])
+            labels.append(fate[reached])
+        drafted = torch.full((requests,), depth)
+        model.learn(Verification(slots, drafted, accepted, chance.double()), torch.full((requests,), temperature))
+    return torch.cat(scores), torch.cat(labels).double(), model
+
+
+@pytest.mark.parametrize("temperature", [GREEDY, SAMPLED])
+def test_predictions_are_sharp_and_calibrated(temperature: float) -> None:
+    scores, labels, _ = run(temperature, 1200)
+    assert auc(scores, labels) >= 0.84
+    assert calibration_error(scores, labels) <= 0.02
+
+
+def test_before_drafting_the_expectation_is_the_mean() -> None:
+    _, labels, model = run(GREEDY, 800)
+    survival, share = model.expect(torch.arange(8))
+    assert survival[:, 0].mean().item() == pytest.approx(labels.mean().item(), abs=0.04)
+    # The drafter knows most of what there is to know: much of the variance will be resolved.
+    assert 0.3 < share[0, 0].item() < 0.8
+
+
+def test_choosing_what_is_verified_does_not_bias_the_average() -> None:
+    # Slots have chance .9 or .1, told by the drafter; only the .9 are ever verified, yet alpha is near .5.
+    torch.manual_seed(2)
+    model = Acceptance(1, 1)
+    slot = torch.zeros(1, dtype=torch.int64)
+    for step in range(1200):
+        sure = bool(torch.rand(()) < 0.5)
+        chance = 0.9 if sure else 0.1
+        model.tick()
+        model.draft(slot, 1, torch.tensor([[chance]]), torch.tensor([[0.5]]))
+        verify = sure or step < 100
+        accepted = torch.bernoulli(torch.tensor([chance])).long() * verify
+        model.learn(
+            Verification(slot, torch.tensor([int(verify)]), accepted, torch.full((1, 1), chance).double()),
+            torch.zeros(1),
+        )
+    survival, _ = model.expect(slot)
+    assert 0.4 < survival.item() < 0.6
+
+
+def test_an_average_by_hand() -> None:
+    model = Acceptance(2, 4)
+    slots = torch.tensor([0])
+    assert model.average(slots).item() == pytest.approx(0.6)
+    model.tick()
+    model.draft(slots, 3, None, None)
+    # Greedy, 2 of 3 accepted: labels 1 1 0. All: (12 * .999 + 2) / (20 * .999 + 3) = .60875; own (2 + 3 a) / 6.
+    overlap = torch.full((1, 3), 0.9, dtype=torch.float64)
+    model.learn(Verification(slots, torch.tensor([3]), torch.tensor([2]), overlap), torch.zeros(1))
+    everyone = (12 * 0.999 + 2) / (20 * 0.999 + 3)
+    assert model.average(slots).item() == pytest.approx((2 + 3 * everyone) / 6)
+    # Ten steps without drafts: the own sums fade by .97 each.
+    for _ in range(10):
+        model.tick()
+    fade = 0.97**10
+    assert model.average(slots).item() == pytest.approx((2 * fade + 3 * everyone) / (3 * fade + 3))
+
+
+def test_labels_end_at_the_first_rejection_and_are_overlaps_when_sampled() -> None:
+    model = Acceptance(1, 4)
+    slot = torch.tensor([0])
+    model.tick()
+    model.draft(slot, 4, None, None)
+    overlap = torch.tensor([[0.8, 0.3, 0.9, 0.9]], dtype=torch.float64)
+    model.learn(Verification(slot, torch.tensor([4]), torch.tensor([1]), overlap), torch.ones(1))
+    everyone = (12 * 0.999 + 1.1) / (20 * 0.999 + 2)
+    assert model.average(slot).item() == pytest.approx((1.1 + 3 * everyone) / 5)
+
+
+def test_values_that_are_not_finite_leave_no_trace() -> None:
+    model = Acceptance(2, 2)
+    slots = torch.tensor([0, 1])
+    model.tick()
+    model.draft(slots, 2, torch.tensor([[math.nan, 0.5], [0.9, 0.9]]), torch.tensor([[0.1, 0.1], [0.1, math.inf]]))
+    survival, _ = model.drafts(slots)
+    assert survival.isfinite().all()
+    overlap = torch.full((2, 2), math.nan, dtype=torch.float64)
+    model.learn(Verification(slots, torch.tensor([2, 2]), torch.tensor([1, 2]), overlap), torch.ones(2))
+    model.tick()
+    assert model.average(slots).isfinite().all()
+    assert model.expect(slots)[0].isfinite().all()
