@@ -77,6 +77,7 @@ class Acceptance:
         self._informed = torch.zeros(capacity, dtype=torch.bool)
         self._steps = torch.arange(max_length)
         self._clock = 0.0
+        self._known: tuple[Tensor, Tensor] | None = None
         self._lessons: list[Tensor] = []
         self._pupils: list[Tensor] = []
         self._taught = 0
@@ -88,14 +89,19 @@ class Acceptance:
         self._sums[slot] = 0.0
         self._seen[slot] = self._clock
         self._sampled[slot] = 0
+        self._known = None
 
     def average(self, slots: Tensor) -> Tensor:
         """alpha, [B]: the request's own verified slots, newest weighted most, shrunk toward all requests' average."""
+        if self._known is not None and (self._known[0] is slots or torch.equal(self._known[0], slots)):
+            return self._known[1]
         own = self._sums.index_select(0, slots)
         idle = self._clock - self._seen.index_select(0, slots)
         own = own * (UNDRAFTED_MEMORY**idle).unsqueeze(1)
         prior = (self._all[:, 0] / self._all[:, 1]).index_select(0, self._sampled.index_select(0, slots))
-        return (own[:, 0] + OWN_PRIOR * prior) / (own[:, 1] + OWN_PRIOR)
+        average = (own[:, 0] + OWN_PRIOR * prior) / (own[:, 1] + OWN_PRIOR)
+        self._known = slots, average
+        return average
 
     def undrafted(self, slots: Tensor) -> Tensor:
         """[B], decoding steps since each request's drafts were last verified, or since it began."""
@@ -123,6 +129,7 @@ class Acceptance:
     def tick(self) -> None:
         """One decoding step has passed."""
         self._clock += 1.0
+        self._known = None
 
     def inside(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a rule inside the draft loop needs: weights [B, 5] of `after` and of `onward`, logit averages [B]."""
@@ -140,31 +147,31 @@ class Acceptance:
         depth = min(depth, self._max_length)
         own = torch.logit(self.average(slots), eps=CLIP)
         sampled = self._sampled.index_select(0, slots)
-        expected = self._before_slots(own, sampled)
         self.waiting = True
         self._pending.index_fill_(0, slots, depth)
-        if top_prob is None or entropy is None:
-            self._features[slots, :, 1:4] = torch.stack((own * 0.0, own * 0.0, own), dim=1).unsqueeze(1)
-            self._predicted.index_copy_(0, slots, expected)
-            self._informed.index_fill_(0, slots, False)
-            return
-        top, spread = top_prob[:, :depth].double(), entropy[:, :depth].double() - 1.0
-        finite = (top + spread).isfinite().all(1)
         rows = self._features.index_select(0, slots)
-        rows[:, :depth, 1] = torch.logit(top.nan_to_num(0.5), eps=CLIP)
-        rows[:, :depth, 2] = spread.nan_to_num(0.0, 0.0, 0.0)
         rows[:, :, 3] = own.unsqueeze(1)
-        weights = torch.stack([model.weights for model in self._after]).index_select(0, sampled)
-        predicted = torch.sigmoid(torch.bmm(rows, weights.unsqueeze(2)).squeeze(2))
-        predicted = torch.where(finite.unsqueeze(1), predicted, expected)
+        said = None
+        if top_prob is not None and entropy is not None:
+            said = torch.stack((top_prob[:, :depth], entropy[:, :depth]), dim=2).double()
+        finite = said is not None and bool(said.isfinite().all())
+        if said is not None:
+            said = said if finite else said.nan_to_num(0.5, 0.5, 0.5)
+            rows[:, :depth, 1] = torch.logit(said[:, :, 0], eps=CLIP)
+            rows[:, :depth, 2] = said[:, :, 1] - 1.0
+            weights = torch.stack([model.weights for model in self._after]).index_select(0, sampled)
+            predicted = torch.sigmoid(torch.bmm(rows, weights.unsqueeze(2)).squeeze(2))
+        if said is None or not finite:
+            expected = self._before_slots(own, sampled)
+            informed = torch.zeros_like(sampled, dtype=torch.bool)
+            if top_prob is not None and entropy is not None:
+                informed = (top_prob[:, :depth] + entropy[:, :depth]).isfinite().all(1)
+            predicted = expected if said is None else torch.where(informed.unsqueeze(1), predicted, expected)
+            self._informed.index_copy_(0, slots, informed)
+        else:
+            self._informed.index_fill_(0, slots, True)
         self._features.index_copy_(0, slots, rows)
         self._predicted.index_copy_(0, slots, predicted)
-        self._informed.index_copy_(0, slots, finite)
-
-        mean, known = expected[:, :depth].cumprod(1), predicted[:, :depth].cumprod(1)
-        both = torch.stack(((known - mean).square_(), mean * (1.0 - mean)), dim=1)
-        self._spread[:, :, :depth] *= RESOLUTION_MEMORY
-        self._spread[:, :, :depth].index_add_(0, sampled, both)
 
     def learn(self, verification: Verification, temperature: Tensor) -> None:
         """Learn from verified slots up to and including the first rejection; temperature: [R].
@@ -209,19 +216,16 @@ class Acceptance:
         kept = (OWN_MEMORY * UNDRAFTED_MEMORY ** idle.clamp_(min=0.0)).unsqueeze(1)
         self._sums.index_copy_(0, slots, self._sums.index_select(0, slots) * kept + sums)
         self._seen.index_fill_(0, slots, self._clock)
+        self._known = None
         self._all *= ALL_MEMORY
         self._all.index_add_(0, sampled, sums)
 
         rows = slots.numel()
         lesson = torch.zeros(rows, self._max_length, FEATURES + 4, dtype=torch.float64)
         lesson[:, :, :FEATURES] = self._features.index_select(0, slots)
+        informed = self._informed.index_select(0, slots).unsqueeze(1) & (step < pending.unsqueeze(1))
         lesson[:, :depth, FEATURES:] = torch.stack(
-            (
-                labels,
-                weight,
-                real.double(),
-                self._informed.index_select(0, slots).double().unsqueeze(1).expand(-1, depth),
-            ),
+            (labels, weight, real.double(), informed.double()),
             dim=2,
         )
         self._lessons.append(lesson)
@@ -237,6 +241,7 @@ class Acceptance:
     def _sample(self, slots: Tensor, temperature: Tensor) -> Tensor:
         sampled = (temperature > 0.0).long()
         self._sampled.index_copy_(0, slots, sampled)
+        self._known = None
         return sampled
 
     def _study(self) -> None:
@@ -251,6 +256,7 @@ class Acceptance:
             features, (labels, weight, real, informed) = mine[:, :, :FEATURES], mine[:, :, FEATURES:].unbind(2)
             blind = features.clone()
             blind[:, :, 1:3] = 0.0
+            self._resolve(regime, features, blind, informed, steps)
             onward, reached = features.clone(), weight * informed
             onward[:, 1:, 1:3] = features[:, :-1, 1:3]
             reached[:, 0] = 0.0
@@ -260,6 +266,13 @@ class Acceptance:
                 (self._onward[regime], onward, reached),
             ):
                 model.learn(x.reshape(-1, FEATURES), labels.reshape(-1), w.reshape(-1), steps)
+
+    def _resolve(self, regime: int, features: Tensor, blind: Tensor, drafted: Tensor, steps: int) -> None:
+        """Learn how much of a survival's variance drafting resolves, from rows [N, L, 5]; drafted: [N, L], 0 or 1."""
+        mean = self._before[regime].predict(blind).cumprod(1)
+        known = self._after[regime].predict(features).cumprod(1)
+        both = torch.stack(((known - mean).square_(), mean * (1.0 - mean))) * drafted
+        self._spread[regime] = self._spread[regime] * RESOLUTION_MEMORY**steps + both.sum(1)
 
     def _before_slots(self, own: Tensor, sampled: Tensor) -> Tensor:
         """[B, L], each slot's acceptance given its predecessors', from logit averages `own` [B]."""
