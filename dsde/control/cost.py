@@ -108,8 +108,8 @@ class Curve:
         a, b = self._prior
         unit = time / (a + b * size)
         self._a, self._b = a * unit, b * unit
-        # The prior leaves the constant within a factor of two, and the slope within one of about ten.
-        self._information = ((0.5 / time) ** 2, 0.0, (0.1 / max(self._b, 0.02 * time)) ** 2)
+        # Weak in both: where constant and slope trade against each other, a stiff one would hold the other.
+        self._information = ((0.05 / time) ** 2, 0.0, (0.03 / max(self._b, 0.02 * time)) ** 2)
         self._scaled = True
         self._range = (max(1, size), max(1, size))
         self._count = [0.0] * len(self._count)
@@ -158,6 +158,10 @@ class StepCost:
     def verify(self, tokens: int) -> float:
         """Time of one step that decodes or verifies `tokens` tokens."""
         return self._verify.at(tokens)
+
+    def verified(self, tokens: int) -> bool:
+        """Whether a step of `tokens` tokens has been measured."""
+        return self._verify.seen(tokens)
 
     def draft(self, requests: int) -> float:
         """d(n), time of one draft step of n requests."""

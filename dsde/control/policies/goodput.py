@@ -27,6 +27,10 @@ RESUME = 1.02
 """Rate, against plain decoding, that resting speculation must promise before it goes on."""
 PROBE_SHARE = 0.003
 """Share of the time since the last probe that the next may cost."""
+SURE = 1.25
+"""Rate, against plain decoding, above which nobody asks whether plain decoding is as slow as it is thought to be."""
+CHECK_EVERY = 8
+"""Steps between two such questions."""
 PATIENCE = 16
 """Steps for which a decision to rest stands while the batch keeps its size."""
 STOP_GAIN = 0.04
@@ -61,6 +65,7 @@ class Goodput(Policy):
         self._threshold = 0.0
         self._drafted = self._size = self._patience = 0
         self._costs = Costs(1.0, 0.0, 0.0)
+        self._unchecked = 0
 
     def signals(self, recent: Recent) -> Signals:
         """As in `paper`."""
@@ -87,6 +92,8 @@ class Goodput(Policy):
         if not self._speculating:
             lengths = self._probe(batch, costs)
             return Proposal(lengths, lengths)
+        if price.rate < SURE * plain and self._checks(batch):
+            return Proposal(torch.zeros_like(batch.limits), batch.limits)
         self._threshold = MARGIN * price.rate * costs.token
         if batch.trims and self._stops(batch, price, costs):
             return Proposal(batch.usable, batch.usable, self._stop(batch, price.rate * costs.draft))
@@ -123,6 +130,14 @@ class Goodput(Policy):
             self._size, self._patience = batch.size, PATIENCE
             return False
         self._patience -= 1
+        return True
+
+    def _checks(self, batch: Batch) -> bool:
+        """Whether to decode one step plainly, because the gain is small and what plain decoding takes is a guess."""
+        self._unchecked += 1
+        if self._unchecked < CHECK_EVERY or batch.cost.verified(batch.size):
+            return False
+        self._unchecked = 0
         return True
 
     def _stops(self, batch: Batch, price: Price, costs: Costs) -> bool:

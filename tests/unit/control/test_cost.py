@@ -133,3 +133,11 @@ def test_before_anything_is_measured_only_the_shape_is_known() -> None:
     assert (cost.verify(2), cost.token, cost.draft(2), cost.sync) == (1.01, 0.005, 0.12, 0.0)
     cost.learn(2, 10.1, False, 0, 0, None)
     assert cost.draft(2) == pytest.approx(1.2)
+
+
+def test_plain_steps_are_known_from_speculative_ones() -> None:
+    # One step at 32 tokens, one at 95, then 60 to 64 for ever: the line still passes through 329.6 ms at 32.
+    curve = Curve((1.0, 0.005), 352)
+    for tokens in (32, 95, *(60 + index % 5 for index in range(40))):
+        curve.learn(tokens, 112.0 + 6.8 * tokens)
+    assert curve.at(32) == pytest.approx(329.6, rel=0.01)
