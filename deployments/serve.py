@@ -33,6 +33,7 @@ _ENGINES = "EngineReplica"
 # Tokens and settings cross between replicas; Ray's default store is a third of the machine.
 _OBJECT_STORE_BYTES = 200 * 2**20
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+_RAY_ATTEMPTS = 3
 _POLL_S = 0.5
 _SILENCE_S = 10.0
 
@@ -170,28 +171,42 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     progress.say("starting Ray")
     try:
-        try:
-            ray.init(
-                address="local",
-                num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=True,
-                dashboard_host="127.0.0.1",
-                # Ray's own ports stay on loopback too.
-                _node_ip_address="127.0.0.1",
-                dashboard_port=dashboard_port,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except Exception as error:
-            raise _Refused(f"Ray did not start: {error}") from error
+        for attempt in range(1, _RAY_ATTEMPTS + 1):
+            try:
+                _start_ray(config, dashboard_port)
+                break
+            except Exception as error:
+                # Ray gives its node half a minute, which a busy machine may not keep.
+                if attempt == _RAY_ATTEMPTS:
+                    raise _Refused(f"Ray did not start: {error}") from error
+                progress.say(f"Ray did not start ({error}); trying again")
+                _stop_ray()
         yield
     finally:
         progress.say("stopping")
-        started = psutil.Process().children(recursive=True)
-        # Serve's own shutdown drains replica by replica, longer than somebody at a terminal waits.
-        ray.shutdown()
-        _end(started)
+        _stop_ray()
+
+
+def _start_ray(config: DsdeConfig, dashboard_port: int) -> None:
+    ray.init(
+        address="local",
+        num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        # Ray's own ports stay on loopback too.
+        _node_ip_address="127.0.0.1",
+        dashboard_port=dashboard_port,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+
+
+def _stop_ray() -> None:
+    started = psutil.Process().children(recursive=True)
+    # Serve's own shutdown drains replica by replica, longer than somebody at a terminal waits.
+    ray.shutdown()
+    _end(started)
 
 
 def _end(processes: list[psutil.Process]) -> None:

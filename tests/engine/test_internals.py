@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ def test_version_is_the_one_the_module_was_written_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.0 is installed.*knows 0\.32\.0 only"):
         vllm_internals.require_supported_vllm()
+
+
+def test_the_vllm_command_finds_its_version() -> None:
+    assert metadata.version("vllm").split("+")[0] == vllm_internals.SUPPORTED_VLLM
 
 
 def test_rejection_sampler_still_decides_in_one_module_level_step() -> None:

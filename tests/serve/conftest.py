@@ -46,7 +46,9 @@ class Served:
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
     # What other tests set for engines inside their own process is not what a user's shell holds.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "OMP_", "LD_PRELOAD"))
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--port", "0", "--dashboard-port", "0"],
         env=environment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import httpx
 import psutil
@@ -14,9 +15,13 @@ REPLACED_TIMEOUT_S = 240
 
 def engine_cores(served: Served) -> list[psutil.Process]:
     """The engines' own processes of this application."""
-    return [
-        one for one in psutil.Process(served.pid).children(recursive=True) if "EngineCore" in "".join(one.cmdline())
-    ]
+    found = []
+    for one in psutil.Process(served.pid).children(recursive=True):
+        # A process may end, or wait as a zombie, while it is asked.
+        with suppress(psutil.Error):
+            if "EngineCore" in "".join(one.cmdline()):
+                found.append(one)
+    return found
 
 
 def test_a_killed_engine_is_replaced_while_the_other_serves(web: httpx.Client, served: Served) -> None:
