@@ -162,7 +162,7 @@ def test_options_are_read(given: dict[str, Any] | None, read: RequestOptions) ->
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dsde_policy": "best"}, "vllm_xargs.dsde_policy = 'best': accepted: autoregressive, "),
+        ({"dsde_policy": "best"}, "vllm_xargs.dsde_policy = 'best': accepted: adaedl, autoregressive, "),
         ({"dsde_policy": 3}, "vllm_xargs.dsde_policy = 3: accepted: "),
         ({"dsde_max_length": -1}, "vllm_xargs.dsde_max_length = -1: accepted: an integer from 0 to 4 draft tokens"),
         ({"dsde_max_length": True}, "vllm_xargs.dsde_max_length = True: accepted: "),
