@@ -11,6 +11,9 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 # vLLM's CPU kernels are several times slower on the system's OpenMP.
 OPENMP = $(if $(filter cpu,$(DEVICE)),LD_PRELOAD=$(wildcard $(abspath $(VENV))/lib/libiomp5.so))
 
+# Two replicas on a CPU box; on a GPU box one for each GPU.
+REPLICAS = $(if $(filter gpu,$(DEVICE)),--replicas $(shell nvidia-smi --list-gpus | wc -l))
+
 ifeq ($(filter $(DEVICE),cpu gpu),)
 $(error DEVICE=$(DEVICE) is not known; accepted: cpu, gpu)
 endif
@@ -26,7 +29,7 @@ setup: $(STAMP) ## make the virtual environment from the lock
 
 run: $(STAMP) ## serve the embedded pair on port 8000 until Ctrl-C
 	@$(BIN)/dsde models prepare embedded
-	@exec $(BIN)/dsde serve --device $(DEVICE) $(ARGS)
+	@exec $(BIN)/dsde serve --device $(DEVICE) $(REPLICAS) $(ARGS)
 
 test: $(STAMP) ## run every test
 	@$(BIN)/dsde models prepare all

@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from ray.serve import Application, Deployment
 
 from deployments.ingress import OpenAIIngress
 from deployments.replica import EngineReplica
-from dsde.config import DsdeConfig
+from dsde.config import DsdeConfig, from_values
 from dsde.engine.plugin import engine_environment
 
-__all__ = ["build_app", "policy_config"]
+__all__ = ["build_app", "configuration", "policy_config"]
 
 
 def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     """The application for a configuration.
 
     args: a DsdeConfig, or its sections as plain values; a dotted key ("speculation.policy") reaches into a section.
-    Raises pydantic.ValidationError naming the setting, its value and what is accepted.
+    Raises ValueError naming the setting, its value and what is accepted.
     """
-    config = args if isinstance(args, DsdeConfig) else DsdeConfig(**_nested(args))
+    config = configuration(args)
     environment = engine_environment(config)
     # A type checker sees the classes, not the deployments that the decorators make of them.
     replica: Deployment = EngineReplica
@@ -33,6 +34,7 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     engines = replica.options(
         num_replicas=config.serving.replicas,
         max_ongoing_requests=config.serving.max_ongoing_requests,
+        max_queued_requests=config.serving.max_queued_requests,
         user_config=policy_config(config.speculation.policy, config.speculation.settings),
         ray_actor_options={
             "num_cpus": config.serving.cpus_per_replica,
@@ -44,6 +46,11 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     return ingress.options(
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
     ).bind(config, engines)
+
+
+def configuration(args: Mapping[str, Any] | DsdeConfig) -> DsdeConfig:
+    """The configuration that build_app makes of its arguments; ValueError as there."""
+    return args if isinstance(args, DsdeConfig) else from_values(_nested(args))
 
 
 def policy_config(policy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,5 +65,6 @@ def _nested(args: Mapping[str, Any]) -> dict[str, Any]:
         branch = tree
         for section in sections:
             branch = branch.setdefault(section, {})
-        branch[name] = value
+        # On a command line every value is text.
+        branch[name] = yaml.safe_load(value) if isinstance(value, str) and "." in path else value
     return tree

@@ -39,23 +39,21 @@ class EngineReplica:
         from dsde.engine.local import LocalEngine
 
         self._config = config
-        self._policy: tuple[str, dict[str, Any]] | None = None
+        self._policy = (config.speculation.policy, dict(config.speculation.settings))
         self._taken = 0
         self._engine = LocalEngine.start(config)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Switch the policy; Serve calls this once at the start and at every change of user_config.
 
-        Raises ValueError naming the setting, its value and what is accepted, but only at the start: Serve would replace
-        a running replica that raises, and again with the same value, so a running one logs the reason and stays.
+        A bad value is logged and changes nothing: Serve would replace a replica that raises, and again with the same
+        value, until none is left.
         """
         try:
             policy = self._checked(user_config)
-            if policy != (self._policy or (self._config.speculation.policy, self._config.speculation.settings)):
+            if policy != self._policy:
                 await self._engine.set_policy(*policy)
         except Exception as error:
-            if self._policy is None:
-                raise
             logger.error("policy stays %s: %s", self._policy[0], error)
         else:
             self._policy = policy

@@ -21,7 +21,7 @@ import psutil
 import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from deployments.app import policy_config
+from deployments.app import configuration, policy_config
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
 from dsde.engine.plugin import served_name
@@ -98,7 +98,7 @@ def switch_policy(policy: str, settings: dict[str, Any], dashboard: str = "http:
     if not deployed:
         raise RuntimeError(f"no application {_APP!r} runs at {dashboard}")
     for app in deployed:
-        build_policy(policy, settings, app["args"]["speculation"]["max_length"])
+        build_policy(policy, settings, configuration(app["args"]).speculation.max_length)
         others = [one for one in app.get("deployments", []) if one["name"] != _ENGINES]
         app["deployments"] = [*others, {"name": _ENGINES, "user_config": policy_config(policy, settings)}]
     instance = {key: running[key] for key in ("proxy_location", "http_options")}
@@ -188,6 +188,8 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> 
 
 
 def _start_ray(config: DsdeConfig, dashboard_port: int) -> None:
+    # A replica that is killed takes its engine's process, and the memory that holds, with it.
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     ray.init(
         address="local",
         num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),

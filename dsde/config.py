@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,16 @@ from pydantic_settings import (
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["DsdeConfig", "EngineConfig", "ModelConfig", "ServingConfig", "SpeculationConfig", "explain", "load"]
+__all__ = [
+    "DsdeConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "ServingConfig",
+    "SpeculationConfig",
+    "explain",
+    "from_values",
+    "load",
+]
 
 PairName = Literal["embedded", "bench", "bench-low"]
 # A replica's default KV cache holds little more of the bench pair.
@@ -95,6 +105,7 @@ class ServingConfig(_Section):
     tool_call_parser: str | None = Field(
         "hermes", description="vLLM's parser for the tool calls that the model writes; null refuses tools"
     )
+    max_queued_requests: int = Field(256, ge=0, description="requests that may queue for the replicas; more get a 503")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     dashboard_port: int = Field(8265, ge=0, le=65535, description="Ray dashboard, on loopback only")
@@ -131,9 +142,14 @@ def load(file: Path | None = None, overrides: dict[str, dict[str, Any]] | None =
     values: dict[str, Any] = {}
     for layer in (_from_file(file), _from_environment(), overrides or {}):
         values = _overlay(values, layer)
+    return from_values(values)
+
+
+def from_values(values: Mapping[str, Any]) -> DsdeConfig:
+    """The configuration that `values` and the defaults make, whatever the environment says; ValueError as in load()."""
     try:
-        # The environment is in `values` already; read again by the class it would win over the command line.
-        return DsdeConfig(_build_sources=((InitSettingsSource(DsdeConfig, values),), {}))
+        # Read again by the class, the environment would win over what load() has laid over it.
+        return DsdeConfig(_build_sources=((InitSettingsSource(DsdeConfig, dict(values)),), {}))
     except ValidationError as error:
         raise ValueError(explain(error)) from error
 

@@ -141,7 +141,6 @@ class Controller:
         lengths, caps = torch.empty_like(limits), torch.empty_like(limits)
         stops: list[tuple[DraftStop | None, Sequence[str]]] = []
         confidence = False
-        confidence = False
         for policy, part in self._groups(requests):
             batch = self._batch(request_ids, slots, limits, usable, part)
             proposal = policy.plan(batch)
@@ -350,7 +349,10 @@ class Controller:
         self._figures.measure(
             slots, drafted, usable, kld_sum, overlap_sum, kld_max, signals.wvir, signals.penalty <= 1.0, capped
         )
-        self._verify(slots, drafted, accepted, temperature, row, both[1])
+        if any(policy.reads_confidence for policy, _ in groups):
+            self._verify(slots, drafted, accepted, temperature, row, both[1])
+        else:
+            self._acceptance.waiting = False
         self._tell(groups, slots, drafted, accepted, time)
 
     def _tell(

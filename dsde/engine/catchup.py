@@ -17,8 +17,8 @@ __all__ = ["CatchUp"]
 class CatchUp:
     """The backlog of one worker's draft model; synchronous scheduling only, where the host knows every position.
 
-    A request whose backlog does not fit into one forward pass beside the batch is left behind: its drafts are poor, so
-    they cost acceptance, never correctness.
+    A request whose backlog no forward pass can take beside the batch is left behind and speculates no more. One that
+    only has to wait for others' backlogs drafts poorly until its turn, which costs acceptance, never correctness.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -27,11 +27,13 @@ class CatchUp:
         self._num_scheduled: Mapping[str, int] = {}
         self._booked = True
         self.read_more = False
+        self.left_behind: tuple[str, ...] = ()
 
     def begin(self, scheduled: SchedulerOutput) -> None:
         """Start an engine step: forget requests that ended or lost their blocks."""
         self._booked = not scheduled.total_num_scheduled_tokens
         self.read_more = False
+        self.left_behind = ()
         if self._backlog is not None:
             self._backlog.forget(scheduled.finished_req_ids)
             self._backlog.forget(scheduled.scheduled_cached_reqs.resumed_req_ids)
@@ -54,9 +56,13 @@ class CatchUp:
         # One slot per request is the drafter's own, for the token just sampled.
         room = self._runner.drafter.input_ids.shape[0] - metadata.num_actual_tokens - len(spans)
         gaps = [0] * len(spans)
+        planned = [plan.lengths.get(span.request_id, 0) > 0 or not plan.lengths for span in spans]
+        self.left_behind = tuple(
+            span.request_id for row, span in enumerate(spans) if planned[row] and missing[row] > room
+        )
         for row in sorted(range(len(spans)), key=missing.__getitem__):
             span, gap = spans[row], missing[row]
-            if gap and (gap > room or not plan.lengths.get(span.request_id, 0)):
+            if gap and (gap > room or not planned[row]):
                 backlog.rested([span])
                 continue
             gaps[row] = gap

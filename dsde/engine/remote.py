@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import RetryableRequestError
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.renderers import renderer_from_config
@@ -95,9 +95,13 @@ class RemoteEngineClient(EngineClient):
         """Check the request at once, then stream its outputs.
 
         Not a coroutine: a refused option must raise before a streaming answer has sent its status. Raises
-        VLLMValidationError for a bad `dsde_*` option, TypeError for a prompt that vLLM's renderer did not make.
+        VLLMValidationError for a bad `dsde_*` option or a cache-transfer parameter, TypeError for a prompt that vLLM's
+        renderer did not make.
         """
         parse(sampling_params.extra_args, self._max_length)
+        for field in ("kv_transfer_params", "ec_transfer_params"):
+            if field in (sampling_params.extra_args or {}):
+                raise VLLMValidationError(f"{field} is not accepted: these engines share no cache", parameter=field)
         if not isinstance(prompt, dict) or "type" not in prompt:
             raise TypeError(f"prompt is a {type(prompt).__name__}: a remote engine takes the renderer's engine inputs")
         call = GenerateCall(

@@ -45,6 +45,11 @@ class _Speculation(Scheduler):
                 f"data_parallel_size {self.parallel_config.data_parallel_size} is not supported: data-parallel ranks "
                 "would draft to different lengths; serve more replicas instead"
             )
+        if self.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size {self.parallel_config.pipeline_parallel_size} is not supported: only the last "
+                "stage drafts; use tensor parallelism instead"
+            )
         settings = dict((self.vllm_config.additional_config or {}).get("dsde", {}))
         self.controller = Controller(
             settings.get("policy", "paper"),
@@ -60,6 +65,7 @@ class _Speculation(Scheduler):
         if self.dynamic_sd_lookup is None:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._plan = SpeculationPlan()
+        self._left_behind: set[str] = set()
 
     def add_request(self, request: Request) -> None:
         new = request.request_id not in self.requests
@@ -72,6 +78,7 @@ class _Speculation(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         report = report_of(model_runner_output)
+        self._left_behind.update(report.left_behind)
         if report.policy_change is not None:
             self.controller.set_policy(report.policy_change.policy, report.policy_change.settings)
         self.controller.observe(
@@ -91,8 +98,9 @@ class _Speculation(Scheduler):
             if not request.is_prefill_chunk and request.sampling_params is not None
         ]
         room = [0] * len(drafting)
+        scheduled = map(self.requests.__getitem__, scheduler_output.num_scheduled_tokens)
         # Past the draft's context vLLM drafts for nobody in the batch (vllm-project/vllm#58080).
-        if all(request.num_computed_tokens + self.num_spec_tokens <= self._draft_max_len for request in drafting):
+        if all(request.num_computed_tokens + self.num_spec_tokens <= self._draft_max_len for request in scheduled):
             room = [self._room(request, in_flight=1) for request in drafting]
         self._plan = self.controller.plan([request.request_id for request in drafting], room)
         scheduler_output.num_spec_tokens_to_schedule = self._plan.depth
@@ -114,17 +122,25 @@ class _Speculation(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.controller.preempt(request.request_id)
+        self._left_behind.discard(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         kv_transfer_params, ec_transfer_params = super()._free_request(request, *args, **kwargs)
+        self._left_behind.discard(request.request_id)
         figures = self.controller.finish(request.request_id)
         if figures is not None:
             kv_transfer_params = {**(kv_transfer_params or {}), FIGURES_KEY: figures.to_dict()}
         return kv_transfer_params, ec_transfer_params
 
+    def _may_draft(self, request: Request) -> bool:
+        """Whether drafts leave this request's distribution as it is."""
+        return True
+
     def _room(self, request: Request, in_flight: int) -> int:
         """Draft tokens this request can still use: the answer's remaining tokens, less the bonus token."""
+        if request.request_id in self._left_behind or not self._may_draft(request):
+            return 0
         written = request.num_output_tokens + in_flight
         left = min(request.max_tokens - written, self.max_model_len - request.num_prompt_tokens - written)
         return max(0, left - 1)
@@ -155,6 +171,12 @@ class _Speculation(Scheduler):
 
 class DsdeScheduler(_Speculation):
     """Synchronous scheduling: drafts come back before the next step, so each request's list is cut to its length."""
+
+    def _may_draft(self, request: Request) -> bool:
+        # vLLM drops the drafts that a grammar forbids, which depends on the very tokens drawn: at a temperature above 0
+        # what replaces them would not follow the target's distribution.
+        sampled = request.sampling_params is not None and request.sampling_params.temperature > 0
+        return not (request.use_structured_output and sampled)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         ids = draft_token_ids.req_ids

@@ -50,6 +50,7 @@ class WorkerReport:
     draft_step_ms: mean time of a draft step, None when nothing was drafted.
     draft_ids, draft_top_prob, draft_entropy, step_ms: see StepObservation.
     policy_change: set once per set_speculation_policy() call.
+    left_behind: requests whose backlog no single pass of the draft can read: they cannot speculate any more.
     """
 
     request_ids: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class WorkerReport:
     draft_entropy: torch.Tensor | None = None
     step_ms: float | None = None
     policy_change: PolicyChange | None = None
+    left_behind: tuple[str, ...] = ()
 
 
 def attach_report(output: ModelRunnerOutput, report: WorkerReport) -> None:

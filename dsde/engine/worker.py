@@ -91,6 +91,8 @@ class _Measurement:
         """Start an engine step."""
         self._plan = plan_of(scheduled) or SpeculationPlan(depth=scheduled.num_spec_tokens_to_schedule)
         self._drafting = None
+        if not self._has_drafted:
+            self._drafts.begin((), SpeculationPlan())
         self._has_drafted = False
         self._verification = _Timer(self._runner.device) if scheduled.total_num_scheduled_tokens else None
         if self._catch_up is not None:
@@ -107,7 +109,8 @@ class _Measurement:
         if self._verification is not None and not self._verification.stopped:
             self._verification.stop()
         drafts = self._drafts if self._has_drafted else None
-        pending = _PendingReport(self._verifier, drafts, self._verification, self._drafting, self._change)
+        behind = () if self._catch_up is None else self._catch_up.left_behind
+        pending = _PendingReport(self._verifier, drafts, self._verification, self._drafting, self._change, behind)
         self._verifier.forget()
         self._change = None
         if isinstance(output, AsyncModelRunnerOutput):
@@ -120,7 +123,8 @@ class _Measurement:
         def planned_propose(*args: Any, **kwargs: Any) -> Any:
             if self._verification is not None:
                 self._verification.stop()
-            if self._plan.depth == 0 and self._catch_up is not None:
+            # A step of prompt chunks alone plans nothing, and the draft reads them as they come.
+            if self._plan.depth == 0 and self._plan.lengths and self._catch_up is not None:
                 self._runner._draft_probs = self._runner._draft_prob_req_ids = None
                 return torch.empty((self._runner.input_batch.num_reqs, 0), dtype=torch.int64)
             return propose(*args, **kwargs)
@@ -194,11 +198,13 @@ class _PendingReport:
         verification: _Timer | None,
         drafting: _Timer | None,
         change: PolicyChange | None,
+        left_behind: tuple[str, ...],
     ) -> None:
         self._request_ids, self._num_draft_tokens = verifier.verified
         self._verification = verification
         self._drafting = drafting
         self._change = change
+        self._left_behind = left_behind
         drafts = drafts or DraftRecord()
         self._draft_ids = drafts.request_ids
         tensors = (verifier.kld, verifier.overlap, drafts.top_prob, drafts.entropy)
@@ -224,6 +230,7 @@ class _PendingReport:
             draft_entropy=entropy,
             step_ms=None if self._verification is None else self._verification.ms(),
             policy_change=self._change,
+            left_behind=self._left_behind,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ def engine(start_engine: Any) -> Any:
     return start_engine("static", {"length": 3}, block_size=32)
 
 
-@pytest.fixture
-def recorded(engine: Any) -> Iterator[Drafts]:
-    """Tokens of a request, the drafts that followed them: filled while the test runs."""
+@contextmanager
+def recording(engine: Any) -> Iterator[Drafts]:
+    """Tokens of a request, the drafts that followed them: filled while the block runs."""
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     take = scheduler.update_draft_token_ids
     drafts: Drafts = {}
@@ -31,9 +32,17 @@ def recorded(engine: Any) -> Iterator[Drafts]:
                 drafts[tuple(request.all_token_ids)] = list(request.spec_token_ids)
 
     scheduler.update_draft_token_ids = record
-    yield drafts
-    scheduler.update_draft_token_ids = take
-    scheduler.controller.set_policy("static", {"length": 3})
+    try:
+        yield drafts
+    finally:
+        scheduler.update_draft_token_ids = take
+        scheduler.controller.set_policy("static", {"length": 3})
+
+
+@pytest.fixture
+def recorded(engine: Any) -> Iterator[Drafts]:
+    with recording(engine) as drafts:
+        yield drafts
 
 
 def generate(engine: Any, prompts: list[list[int]], tokens: int, at_step: Callable[[int], None] | None = None) -> None:
@@ -102,3 +111,30 @@ def test_a_cached_prefix_that_the_draft_never_read_is_read_later(engine: Any, re
     shared = common(recorded, fresh)
     assert len(shared) >= 10
     assert {prefix: recorded[prefix] for prefix in shared} == {prefix: fresh[prefix] for prefix in shared}
+
+
+@pytest.fixture(scope="module")
+def chunked(start_engine: Any) -> Any:
+    """An engine that reads a prompt 60 tokens at a time."""
+    return start_engine("static", {"length": 3}, block_size=32, max_num_batched_tokens=64, max_num_seqs=4)
+
+
+def test_the_draft_reads_a_prompt_that_comes_in_chunks(engine: Any, chunked: Any, recorded: Drafts) -> None:
+    long = (PROMPT * 20)[:150]
+    generate(engine, [long], 30)
+    with recording(chunked) as in_chunks:
+        generate(chunked, [long], 30)
+    shared = common(in_chunks, recorded)
+    assert len(shared) >= 8
+    assert {prefix: in_chunks[prefix] for prefix in shared} == {prefix: recorded[prefix] for prefix in shared}
+
+
+def test_a_backlog_that_no_pass_can_read_ends_speculation_for_that_request(chunked: Any) -> None:
+    with recording(chunked) as drafts:
+        generate(chunked, [PROMPT], 110, switch(chunked, {0: 0, 80: 3}))
+        behind = dict(drafts)
+        drafts.clear()
+        generate(chunked, [PROMPT[:5]], 20)
+    # The drafting that found it out is the only one.
+    assert len(behind) <= 1
+    assert len(drafts) > 3

@@ -105,7 +105,9 @@ def test_policy_switches_while_the_engine_runs(engine: Any) -> None:
     generate(engine, count=1)
     figures = generate(engine, count=1)[0].kv_transfer_params["dsde"]
     assert (figures["policy"], figures["speculation_length"]["max"]) == ("static", 2)
-    with pytest.raises(ValueError, match=r"fastest.*adaedl, autoregressive, batch_schedule, goodput, paper, reference or static"):
+    with pytest.raises(
+        ValueError, match=r"fastest.*adaedl, autoregressive, batch_schedule, goodput, paper, reference or static"
+    ):
         engine.collective_rpc("set_speculation_policy", args=("fastest", {}))
     engine.collective_rpc("set_speculation_policy", args=("paper", {}))
     generate(engine, count=1)

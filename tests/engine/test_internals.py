@@ -58,6 +58,40 @@ def test_drafter_still_samples_through_the_tapped_methods() -> None:
     ]
 
 
+SCHEDULER = (
+    "_free_request",
+    "_preempt_request",
+    "_update_after_schedule",
+    "_update_request_with_output",
+    "update_draft_token_ids",
+    "update_from_output",
+)
+RUNNER = (
+    "self._draft_probs",
+    "self._draft_prob_req_ids",
+    "self.drafter.propose(",
+    "self.propose_draft_token_ids(",
+    "self.rejection_sampler(",
+    "self.input_batch.token_ids_cpu",
+    "self.kv_cache_config",
+)
+
+
+def test_the_private_names_that_the_plugin_overrides_or_reads_are_there() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert [name for name in SCHEDULER if name not in vars(Scheduler)] == []
+    assert "self.dynamic_sd_lookup" in inspect.getsource(Scheduler.__init__)
+    runner = inspect.getsource(GPUModelRunner)
+    assert [name for name in RUNNER if name not in runner] == []
+    proposer = inspect.getsource(SpecDecodeBaseProposer)
+    assert [
+        name for name in ("self._last_draft_probs", "self.kv_cache_gid", "self.input_ids") if name not in proposer
+    ] == []
+
+
 def test_mended_expand_is_right_and_the_original_still_needs_mending(start_engine: Any) -> None:
     start_engine()  # vLLM registers its CPU stand-ins when a worker starts
     x = torch.tensor([0.5, 0.0, 2.0])

@@ -37,3 +37,19 @@ def test_a_killed_engine_is_replaced_while_the_other_serves(web: httpx.Client, s
     assert set(codes) <= {200, 503}
     assert survivor.is_running()
     assert web.get("/health").status_code == 200
+
+
+def test_a_killed_replica_takes_its_engine_along_and_is_replaced(web: httpx.Client, served: Served) -> None:
+    victim, survivor = engine_cores(served)
+    replica = victim.parent()
+    assert replica is not None
+    replica.kill()
+    victim.wait(30)
+    body = {"model": served.model, "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4}
+    codes: list[int] = []
+    deadline = time.monotonic() + REPLACED_TIMEOUT_S
+    while len(engine_cores(served)) < 2 or codes[-8:] != [200] * 8:
+        assert time.monotonic() < deadline, f"not replaced within {REPLACED_TIMEOUT_S} s; answers: {codes}"
+        codes.append(web.post("/v1/chat/completions", json=body).status_code)
+    assert set(codes) <= {200, 503}
+    assert survivor.is_running()
