@@ -145,8 +145,8 @@ def test_without_trim_the_plan_alone_verifies_what_pays() -> None:
     for request, accept in (("good", 0.95), ("bad", 0.05)):
         engine = Engine(c, [request])
         for _ in range(60):
-            # Forced drafts: a static policy feeds the models.
-            c.set_policy("static", {"length": 3})
+            # Forced drafts: adaedl drafts whatever they cost, and feeds the models.
+            c.set_policy("adaedl")
             engine.step(0.6, accept, rng)
     c.set_policy("goodput")
     plan = c.plan(["good", "bad"], [99, 99])
