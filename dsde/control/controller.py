@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -283,7 +283,7 @@ class Controller:
         drafting = len(plan.lengths) if plan is not None else len(observation.draft_ids)
         # Without a count of tokens, the step's own: one for each request, and its drafts.
         tokens = observation.num_tokens or len(observation.request_ids) + observation.kld.numel()
-        return self._cost.learn(
+        time = self._cost.learn(
             tokens,
             observation.step_ms,
             observation.has_prefill,
@@ -292,6 +292,8 @@ class Controller:
             observation.draft_step_ms,
             stoppable=plan is not None and plan.stop is not None,
         )
+        # What it cost to come back is no cost of drafting, but it was spent.
+        return time if observation.catch_up_ms is None else replace(time, draft=observation.catch_up_ms)
 
     def _remember(self, observation: StepObservation, depth: int) -> None:
         """Keep the drafter's confidence in the `depth` drafts it has just drawn, until they are verified."""

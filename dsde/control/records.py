@@ -71,6 +71,7 @@ class StepObservation:
     step_ms: time of this step's target forward, verification and sampling without the drafting, None when not measured.
     num_tokens: tokens the target processed in that time, prompt tokens included.
     has_prefill: whether prompt tokens were among them.
+    catch_up_ms: time of the whole drafting where the draft also read a backlog, and draft_step_ms therefore is None.
     """
 
     request_ids: tuple[str, ...]
@@ -86,6 +87,7 @@ class StepObservation:
     step_ms: float | None = None
     num_tokens: int = 0
     has_prefill: bool = False
+    catch_up_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

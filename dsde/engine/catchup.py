@@ -26,13 +26,13 @@ class CatchUp:
         self._backlog: DraftBacklog | None = None
         self._num_scheduled: Mapping[str, int] = {}
         self._booked = True
-        self.read_more = False
+        self.read_more = self.read_backlog = False
         self.left_behind: tuple[str, ...] = ()
 
     def begin(self, scheduled: SchedulerOutput) -> None:
         """Start an engine step: forget requests that ended or lost their blocks."""
         self._booked = not scheduled.total_num_scheduled_tokens
-        self.read_more = False
+        self.read_more = self.read_backlog = False
         self.left_behind = ()
         if self._backlog is not None:
             self._backlog.forget(scheduled.finished_req_ids)
@@ -69,7 +69,9 @@ class CatchUp:
             room -= gap
             backlog.caught_up(span)
         self._booked = True
-        self.read_more = any(gaps) or metadata.max_query_len > 1 + self._runner.num_spec_tokens
+        prompts = metadata.max_query_len > 1 + self._runner.num_spec_tokens
+        self.read_more = any(gaps) or prompts
+        self.read_backlog = any(gaps) and not prompts
         return _widened(inputs, gaps, spans, self._runner.input_batch.token_ids_cpu) if any(gaps) else dict(inputs)
 
     def _ensure(self) -> DraftBacklog:

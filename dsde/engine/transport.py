@@ -48,7 +48,7 @@ class WorkerReport:
     request_ids, num_draft_tokens: the requests whose drafts were verified, in batch order, and how many of each.
     kld, overlap: [N] float32 on the host, see StepObservation.
     draft_step_ms: mean time of a draft step, None when nothing was drafted.
-    draft_ids, draft_top_prob, draft_entropy, step_ms: see StepObservation.
+    catch_up_ms, draft_ids, draft_top_prob, draft_entropy, step_ms: see StepObservation.
     policy_change: set once per set_speculation_policy() call.
     left_behind: requests whose backlog no single pass of the draft can read: they cannot speculate any more.
     """
@@ -58,6 +58,7 @@ class WorkerReport:
     kld: torch.Tensor | None = None
     overlap: torch.Tensor | None = None
     draft_step_ms: float | None = None
+    catch_up_ms: float | None = None
     draft_ids: tuple[str, ...] = ()
     draft_top_prob: torch.Tensor | None = None
     draft_entropy: torch.Tensor | None = None
@@ -121,6 +122,7 @@ def observation(
         overlap=overlap,
         temperature=torch.tensor(temperature, dtype=torch.float32),
         draft_step_ms=report.draft_step_ms,
+        catch_up_ms=report.catch_up_ms,
         draft_ids=report.draft_ids,
         draft_top_prob=report.draft_top_prob,
         draft_entropy=report.draft_entropy,

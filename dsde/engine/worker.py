@@ -76,6 +76,7 @@ class _Measurement:
         self._has_drafted = False
         self._verification: _Timer | None = None
         self._drafting: _Timer | None = None
+        self._catching_up: _Timer | None = None
         self._change: PolicyChange | None = None
         # Elsewhere vLLM's one draft forward per step keeps the drafter in step, speculating or not.
         rests = not vllm_config.scheduler_config.async_scheduling and runner.speculative_config.uses_draft_model()
@@ -90,7 +91,7 @@ class _Measurement:
     def begin(self, scheduled: SchedulerOutput) -> None:
         """Start an engine step."""
         self._plan = plan_of(scheduled) or SpeculationPlan(depth=scheduled.num_spec_tokens_to_schedule)
-        self._drafting = None
+        self._drafting = self._catching_up = None
         if not self._has_drafted:
             self._drafts.begin((), SpeculationPlan())
         self._has_drafted = False
@@ -110,7 +111,9 @@ class _Measurement:
             self._verification.stop()
         drafts = self._drafts if self._has_drafted else None
         behind = () if self._catch_up is None else self._catch_up.left_behind
-        pending = _PendingReport(self._verifier, drafts, self._verification, self._drafting, self._change, behind)
+        pending = _PendingReport(
+            self._verifier, drafts, self._verification, self._drafting, self._catching_up, self._change, behind
+        )
         self._verifier.forget()
         self._change = None
         if isinstance(output, AsyncModelRunnerOutput):
@@ -146,9 +149,11 @@ class _Measurement:
                 drafts = self._drafts.tokens
                 drafter._last_draft_probs = self._drafts.probs
             depth = drafts.shape[1] if isinstance(drafts, torch.Tensor) else max(map(len, drafts), default=0)
-            read_more = self._catch_up is not None and self._catch_up.read_more
-            # Reading a backlog or a prompt is no draft step.
-            self._drafting = timer.stop(depth) if depth and not read_more else None
+            if self._catch_up is not None and self._catch_up.read_more:
+                # Reading a backlog or a prompt is no draft step.
+                self._catching_up = timer.stop() if self._catch_up.read_backlog else None
+            elif depth:
+                self._drafting = timer.stop(depth)
             return drafts
 
         return drafted_propose
@@ -197,12 +202,14 @@ class _PendingReport:
         drafts: DraftRecord | None,
         verification: _Timer | None,
         drafting: _Timer | None,
+        catching_up: _Timer | None,
         change: PolicyChange | None,
         left_behind: tuple[str, ...],
     ) -> None:
         self._request_ids, self._num_draft_tokens = verifier.verified
         self._verification = verification
         self._drafting = drafting
+        self._catching_up = catching_up
         self._change = change
         self._left_behind = left_behind
         drafts = drafts or DraftRecord()
@@ -225,6 +232,7 @@ class _PendingReport:
             kld=kld,
             overlap=overlap,
             draft_step_ms=None if self._drafting is None else self._drafting.ms(),
+            catch_up_ms=None if self._catching_up is None else self._catching_up.ms(),
             draft_ids=self._draft_ids,
             draft_top_prob=top_prob,
             draft_entropy=entropy,

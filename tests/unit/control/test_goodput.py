@@ -287,3 +287,36 @@ def test_a_small_gain_is_checked_once_against_a_plain_step() -> None:
     # What five tokens take was never measured, until one step decodes plainly.
     depths = [engine.step(0.6, 0.6, rng)[0].depth for _ in range(100)]
     assert depths.count(0) == 1
+
+
+def test_what_coming_back_cost_makes_probes_rare() -> None:
+    """A probe that had to read a backlog for 400 ms waits for 0.3 % of the rest to pay that, not a draft step."""
+    late: list[int] = []
+    for catch_up_ms in (None, 400.0):
+        c = controller(1)
+        c.set_policy("goodput")
+        c.plan(["a"], [99])
+        probes = 0
+        for step in range(4000):
+            plan = c.plan(["a"], [99])
+            drafted = plan.depth
+            probes += drafted > 0 and step >= 1000
+            c.observe(
+                StepObservation(
+                    request_ids=("a",),
+                    num_draft_tokens=torch.tensor([drafted]),
+                    num_accepted_tokens=torch.tensor([0]),
+                    kld=torch.full((drafted,), 2.0),
+                    overlap=torch.full((drafted,), 0.05),
+                    temperature=torch.tensor([0.0]),
+                    draft_step_ms=5.0 if drafted and catch_up_ms is None else None,
+                    catch_up_ms=catch_up_ms if drafted else None,
+                    step_ms=20.0,
+                    num_tokens=1 + drafted,
+                ),
+                plan,
+            )
+        late.append(probes)
+    cheap, dear = late
+    assert cheap >= 10
+    assert dear == 0
