@@ -1,8 +1,8 @@
-"""The one place that reaches inside vLLM, pinned to the version it was written for.
+"""Where vLLM's own functions are wrapped or replaced, pinned to the version this was written for.
 
-Everything else in the plugin goes through public switches (scheduler_cls, worker_cls, additional_config,
-speculative_config). Three things have no switch: the logits a rejection sampler verifies with, the logits a drafter
-samples from, and a fault of the CPU build. tests/engine/test_internals.py fails when any of the three moves.
+Three things have no switch: the logits a rejection sampler verifies with, the logits a drafter samples from, and a
+fault of the CPU build. Scheduler, worker and catch-up besides override or read private methods and fields of what
+they extend; tests/engine/test_internals.py names them and fails when one moves.
 """
 
 from __future__ import annotations
