@@ -33,6 +33,20 @@ def shut_down(engine: Any) -> None:
     gc.collect()
 
 
+def switch_off_and_on(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let every other two steps draft nothing, whatever the policy says; the depths of all steps, as they come."""
+    plan, depths = scheduler.controller.plan, []
+
+    def switched(ids: Any, room: Any) -> Any:
+        off = len(depths) % 4 >= 2
+        made = plan(ids, [0] * len(room) if off else room)
+        depths.append(made.depth)
+        return made
+
+    monkeypatch.setattr(scheduler.controller, "plan", switched)
+    return depths
+
+
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """(target, draft): random Llamas over twelve tokens; the draft is the target with noise, so it errs."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import VOCABULARY
+from tests.engine.conftest import VOCABULARY, switch_off_and_on
 from tests.engine.test_lossless import POLICIES
 
 PROMPT = [0, 5, 7]
@@ -20,6 +21,10 @@ NEW_TOKENS = 6
 @pytest.fixture(scope="module")
 def engine(start_engine: Any) -> Any:
     return start_engine("static", {"length": 4})
+
+
+def scheduler_of(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core.scheduler
 
 
 def exact_pairs(model_path: str, temperature: float, top_k: int) -> torch.Tensor:
@@ -118,5 +123,32 @@ def test_a_sampler_with_the_wrong_temperature_fails(
         "expand_batch_to_tokens",
         lambda x, cu_num_tokens, num_tokens, **_: x.new_full((num_tokens,), 2),
     )
+    expected = exact_pairs(tiny_pair[0], temperature=1.0, top_k=0)
+    assert p_value(sample(engine, 1.0, 0, "static"), expected) < 1e-6
+
+
+def test_samples_follow_the_target_while_drafting_switches_off_and_on(
+    engine: Any, tiny_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depths = switch_off_and_on(scheduler_of(engine), monkeypatch)
+    expected = exact_pairs(tiny_pair[0], temperature=1.0, top_k=0)
+    assert p_value(sample(engine, 1.0, 0, "static"), expected) > 1e-3
+    assert {0, 4} <= set(depths)
+
+
+def test_a_policy_that_peeks_at_the_drawn_token_fails(
+    engine: Any, tiny_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.outputs import DraftTokenIds
+
+    scheduler = scheduler_of(engine)
+    take = scheduler.update_draft_token_ids
+
+    def peek(drafts: DraftTokenIds) -> None:
+        # Verify drafts of large token ids alone: a choice by the very tokens that are to be verified.
+        kept = [list(itertools.takewhile(lambda token: token >= 6, tokens)) for tokens in drafts.draft_token_ids]
+        take(DraftTokenIds(drafts.req_ids, kept))
+
+    monkeypatch.setattr(scheduler, "update_draft_token_ids", peek)
     expected = exact_pairs(tiny_pair[0], temperature=1.0, top_k=0)
     assert p_value(sample(engine, 1.0, 0, "static"), expected) < 1e-6

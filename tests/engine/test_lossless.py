@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import VOCABULARY
+from tests.engine.conftest import VOCABULARY, switch_off_and_on
 
 POLICIES = ("adaedl", "autoregressive", "goodput", "paper", "reference", "static")
 
@@ -49,3 +49,15 @@ def test_tiny_pair_under_every_policy(engine: Any, plain_engine: Any, prompts: l
         assert lengths == {0.0}
     elif policy != "goodput":  # which may find that nothing pays here
         assert len(lengths) > 1
+
+
+def test_tiny_pair_while_drafting_switches_off_and_on(
+    engine: Any, plain_engine: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    depths = switch_off_and_on(engine.llm_engine.engine_core.engine_core.scheduler, monkeypatch)
+    parameters = SamplingParams(temperature=0, max_tokens=60, detokenize=False)
+    outputs = engine.generate(prompts, parameters, use_tqdm=False)
+    assert tokens(outputs) == tokens(plain_engine.generate(prompts, parameters, use_tqdm=False))
+    assert {0, 3} <= set(depths)
