@@ -165,6 +165,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--rounds", metavar="N", help="rounds of each cell, at most (3; --quick: 5)")
     size.add_argument("--tokens", metavar="N", help="tokens per request of a run, at most (64; --quick: 32)")
     size.add_argument("--minutes", metavar="M", help="time for everything; tokens and rounds shrink to fit")
+    size.add_argument("--cold", action="store_true", help="count the first steps of a policy that learns, too")
     where = parser.add_argument_group("where the result goes, besides a table")
     where.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     where.add_argument("--plot", type=Path, metavar="DIR", help="draw the pictures, PNG and SVG")

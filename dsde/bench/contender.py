@@ -44,6 +44,13 @@ class Contender:
         match = _FIXED.fullmatch(self.label)
         return int(match[1]) or None if match else None
 
+    @property
+    def learns(self) -> bool:
+        """Whether its first run of a cell is a beginner's."""
+        if self.policy is None or (self.policy == SCHEDULE and not self.settings):
+            return False
+        return build_policy(self.policy, self.settings, LONGEST).learns
+
 
 def contenders(names: Sequence[str] | None = None) -> list[Contender]:
     """The contenders of these names, the baseline first and fixed lengths, ascending, before the rest.

@@ -55,6 +55,7 @@ def options(given: argparse.Namespace) -> Options:
         rounds=_whole("--rounds", given.rounds or str(defaults["rounds"]), 1, 1000),
         tokens=_whole("--tokens", given.tokens or str(defaults["tokens"]), 4, 512),
         seconds=float("inf") if minutes is None else 60.0 * float(str(minutes)),
+        cold=given.cold,
     )
     for flag, file in (("--json", given.json), ("--record", given.record)):
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):

@@ -32,7 +32,8 @@ OPENING_TOKENS = 3
 class Plan:
     """What is to be measured. seconds: time for all of it, infinite where only rounds and tokens bound it.
 
-    rounds: the most rounds of a scene. tokens: the most tokens per request in a run.
+    rounds: the most rounds of a scene. tokens: the most tokens per request in a run. cold: count a learning policy's
+    first steps too, where otherwise it has one run of each cell before its runs count.
     """
 
     scenes: Sequence[Scene]
@@ -40,17 +41,19 @@ class Plan:
     rounds: int
     tokens: int
     seconds: float = math.inf
+    cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One round of a scene. deadline: on the monotonic clock, of the whole benchmark."""
+    """One round of a scene. deadline: on the monotonic clock, of the whole benchmark. lesson: it does not count."""
 
     scene: Scene
     number: int
     prompts: Sequence[Prompt]
     tokens: int
     deadline: float
+    lesson: bool = False
 
 
 class _TimeIsUp(Exception):
@@ -126,7 +129,8 @@ class Rounds:
             if not tokens:
                 left = share - (time.monotonic() - started)
                 per_token = token_s * len(scene.load)
-                tokens = budget.tokens_that_fit(left, self._runs_per_round, setup_s, per_token, self._plan.tokens)
+                runs = self._runs_per_round + self.lessons
+                tokens = budget.tokens_that_fit(left, runs, setup_s, per_token, self._plan.tokens)
             self._round(_Turn(scene, number, prompts, tokens, deadline))
             took = time.monotonic() - started
             if time.monotonic() + took > ends:
@@ -153,10 +157,18 @@ class Rounds:
             runs[AUTOREGRESSIVE].append(run)
             for contender in self._others:
                 ready = self._ready(contender, cell)
+                if ready is not None and ready.learns and turn.number == 0 and not self._plan.cold:
+                    self._run(engine, ready, cell, self._lesson(turn))
                 runs[contender.label].append(None if ready is None else self._run(engine, ready, cell, turn))
             for length, observer in self._observers.items():
                 observed = Contender(f"static-{length}, observed", "static", {"length": length})
                 self._run(engine, observed, cell, turn, observer)
+
+    def _lesson(self, turn: _Turn) -> _Turn:
+        """The turn on prompts that no round measures, unless they all are."""
+        most = max(turn.scene.load)
+        prompts = self._encode(questions(turn.scene.workload, self._plan.rounds * most, most))
+        return replace(turn, prompts=prompts, lesson=True)
 
     def _run(
         self, engine: Engine, contender: Contender, cell: Cell | None, turn: _Turn, observer: Watch | None = None
@@ -167,7 +179,7 @@ class Rounds:
         scene = turn.scene
         engine.choose(contender)
         watch = observer or self._watch
-        on_step = None if cell is None else watch(cell, contender.label)
+        on_step = None if cell is None or turn.lesson else watch(cell, contender.label)
         started = time.monotonic()
         run = engine.run(
             turn.prompts, scene.load, turn.tokens, scene.temperature, on_step, confidence=observer is not None
@@ -176,6 +188,7 @@ class Rounds:
         where = f"batch {scene.batch}, T={scene.temperature:g}, {scene.workload}"
         what = f"{where}, round {turn.number + 1}, {turn.tokens} tokens"
         who = contender.label if cell is None else f"{cell.draft} draft, {contender.label}"
+        who += ", learning" if turn.lesson else ""
         done, total, left = self._ahead(turn)
         self._progress.ran(f"{what}: {who}", f"{run.tokens_per_s:.1f} tokens/s", done, total, left)
         return run
@@ -221,15 +234,20 @@ class Rounds:
     def _runs_per_round(self) -> int:
         return 1 + len(self._drafted) * (len(self._others) + len(self._observers))
 
+    @property
+    def lessons(self) -> int:
+        """Runs of each scene that teach those who learn and do not count."""
+        return 0 if self._plan.cold else len(self._drafted) * sum(one.learns for one in self._others)
+
     def _ahead(self, turn: _Turn) -> tuple[int, int, float]:
         """(runs done, runs in all, seconds left) as far as one can tell now."""
         own = self._spent[turn.scene]
         timed = not math.isinf(turn.deadline)
         rounds = turn.number + 1 if timed else self._plan.rounds
         done = sum(map(len, self._spent.values()))
-        here = max(0, rounds * self._runs_per_round - len(own))
+        here = max(0, rounds * self._runs_per_round + self.lessons - len(own))
         later = self._plan.scenes[list(self._plan.scenes).index(turn.scene) + 1 :]
-        there = self._runs_per_round * (1 if timed else self._plan.rounds)
+        there = self._runs_per_round * (1 if timed else self._plan.rounds) + self.lessons
         weights = sum(budget.weight(scene) for scene in later) / budget.weight(turn.scene)
         left = sum(own) / len(own) * (here + weights * there)
         if timed:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from dsde.bench.options import DRAFTS, Options
 from dsde.bench.progress import Progress, duration
 from dsde.bench.record import Recorder
 from dsde.bench.report import machine, write_json
-from dsde.bench.rounds import Plan, Rounds, Watch
+from dsde.bench.rounds import Rounds, Watch
 from dsde.bench.table import cells_table, signals_table, summary_table
 from dsde.bench.trail import Trails
 from dsde.config import DsdeConfig
@@ -76,7 +77,7 @@ def run(chosen: Options, config: DsdeConfig) -> int:
                 progress.stage(f"loading the target with the {draft} draft")
                 engines.append(Engine(own))
             left = plan.seconds - (time.monotonic() - started) - CLOSING_S
-            timed = Plan(plan.scenes, plan.contenders, plan.rounds, plan.tokens, max(1.0, left))
+            timed = replace(plan, seconds=max(1.0, left))
             drafted = dict(zip(configs, engines[1:], strict=True))
             rounds = Rounds(
                 timed, engines[0], drafted, progress, trails.watch if trails is not None else None, observers
@@ -140,10 +141,11 @@ def _tell(rounds: Rounds, trails: Trails | None, processor: str, seconds: float)
         console.print(signals_table(trails))
     fewest, most = min(one.rounds for one in results), max(one.rounds for one in results)
     count = f"{most} round{'s' if most > 1 else ''}" if fewest == most else f"{fewest} to {most} rounds"
+    lesson = "A policy that learns had one run of each cell before it counted. " if rounds.lessons else ""
     console.print(
         "tokens/s: decoding alone, with a full batch; prompts are read before the clock starts. x none: against an "
         "engine without a drafter. x best K: against the best fixed length (*), picked in hindsight. Ratios are "
-        f"geometric means over rounds ({count}). tokens/step: of a verification with drafts. wasted: share of the "
+        f"geometric means over rounds ({count}). {lesson}tokens/step: of a verification with drafts. wasted: share of the "
         f"computed drafts that were not accepted. {processor}, {duration(seconds)}.",
         highlight=False,
     )

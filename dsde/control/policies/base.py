@@ -107,13 +107,14 @@ class Policy(ABC):
 
     name: under which it is registered. settings: frozen; two policies with equal name and settings decide alike.
     warmup_tokens: verified draft tokens after which a request's calibration is over. reads_confidence: whether it wants
-    the drafter's confidence measured.
+    the drafter's confidence measured. learns: whether it learns from requests for those that come after them.
     """
 
     name: str
     settings: Any
     warmup_tokens: int
     reads_confidence = False
+    learns = False
 
     @abstractmethod
     def signals(self, recent: Recent) -> Signals:

@@ -51,6 +51,7 @@ class Goodput(Policy):
 
     name = "goodput"
     reads_confidence = True
+    learns = True
 
     def __init__(self, settings: GoodputSettings, max_length: int) -> None:
         self.settings = settings

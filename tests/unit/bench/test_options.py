@@ -19,7 +19,7 @@ FLAGS = (
 
 def given(**chosen: object) -> Options:
     unset = dict.fromkeys((*FLAGS, "target", "high", "low"))
-    return options(argparse.Namespace(**{**unset, "quick": False, **chosen}))
+    return options(argparse.Namespace(**{**unset, "quick": False, "cold": False, **chosen}))
 
 
 def test_quick_is_three_batches_of_the_mix() -> None:

@@ -96,6 +96,18 @@ def test_contenders_take_turns_on_the_same_prompts(clock: Clock) -> None:
     assert by_policy["high", "autoregressive"].rounds == 2
 
 
+def test_a_policy_that_learns_has_a_lesson_on_other_prompts_before_it_counts(clock: Clock) -> None:
+    rounds, log = bench(clock, ["static-1", "goodput"])
+    order = ["autoregressive", *["static-1", "goodput", "goodput"] * 2, "autoregressive", *["static-1", "goodput"] * 2]
+    assert [entry[1] for entry in log] == order
+    lessons = [entry[3] for entry in log if entry[1] == "goodput"][0::2][:2]
+    assert set(lessons) == {lessons[0]}
+    assert not {text for entry in log if entry[3] not in lessons for text in entry[3]} & set(lessons[0])
+    assert {one.rounds for one in rounds.results} == {2}
+    _, log = bench(clock, ["static-1", "goodput"], cold=True)
+    assert [entry[1] for entry in log] == ["autoregressive", *["static-1", "goodput"] * 2] * 2
+
+
 def test_the_schedule_holds_what_was_best_so_far(clock: Clock) -> None:
     _, log = bench(clock, ["batch_schedule", "static-1", "static-2"], batches=(1, 4), rounds=1)
     tables = [entry[2]["table"] for entry in log if entry[1] == "batch_schedule" and entry[0] == "high"]
