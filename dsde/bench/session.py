@@ -145,7 +145,7 @@ def _tell(rounds: Rounds, trails: Trails | None, processor: str, seconds: float)
     console.print(
         "tokens/s: decoding alone, with a full batch; prompts are read before the clock starts. x none: against an "
         "engine without a drafter. x best K: against the best fixed length (*), picked in hindsight. Ratios are "
-        f"geometric means over rounds ({count}). {lesson}tokens/step: of a verification with drafts. wasted: share of the "
-        f"computed drafts that were not accepted. {processor}, {duration(seconds)}.",
+        f"geometric means over rounds ({count}). {lesson}tokens/step: of a verification with drafts. wasted: share of "
+        f"the computed drafts that were not accepted. {processor}, {duration(seconds)}.",
         highlight=False,
     )
