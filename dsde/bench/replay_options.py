@@ -23,8 +23,10 @@ POLICIES = ("static", "goodput", "adaedl", "paper", "reference")
 BATCH = "1,4,8,16,32"
 STEPS = 150
 MOST_TOKENS = 1500
-SEED = "0"
-LONGEST_SIGNALS = "4"
+SIGNAL_LENGTH = 4
+"""As in `dsde bench`, so that both tell of the same signals."""
+NO_SIGNALS = ("policies", "batch", "load", "workload", "cost", "sync", "noise", "steps", "tokens", "warmup")
+"""Options of replayed policies, which have no part in --signals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Work:
     tokens: int | None = None
 
     def of(self, batch: int, trace: Trace) -> int:
-        """Tokens of a stage. By default 150 plain steps, or one pass over the trace up to 1500 tokens if that is more."""
+        """Tokens of a stage; by default 150 plain steps, or one pass over the trace, up to 1500 tokens, if more."""
         if self.tokens is not None:
             return self.tokens
         if self.steps is not None:
@@ -87,6 +89,12 @@ def replay_options(given: argparse.Namespace) -> ReplayOptions:
             )
     if given.held_out and given.warmup is not None:
         raise ValueError(f"--warmup {given.warmup} and --held-out exclude each other: the tuning half is the warm-up")
+    if given.signals:
+        for name in NO_SIGNALS:
+            if getattr(given, name) is not None:
+                raise ValueError(f"--{name} has no part in --signals, which replays no policy: leave one of them out")
+    elif given.signal_length is not None:
+        raise ValueError(f"--signal-length {given.signal_length} goes with --signals")
     check_file("--json", given.json)
     check_directory("--plot", given.plot)
     costs = dict(_costs(given.cost or ["cpu"], given.sync, given.noise))
@@ -107,13 +115,11 @@ def replay_options(given: argparse.Namespace) -> ReplayOptions:
             None if given.tokens is None else whole("--tokens", given.tokens, 1, 100_000_000),
         ),
         warmup=whole("--warmup", given.warmup or "0", 0, 1_000_000),
-        seed=whole("--seed", given.seed or SEED, 0, 2**31),
+        seed=whole("--seed", given.seed or "0", 0, 2**31),
         trims=not given.no_trim,
         held_out=given.held_out,
         oracle=not given.no_oracle,
-        signal_length=whole("--signal-length", given.signal_length or LONGEST_SIGNALS, 1, length)
-        if given.signals
-        else None,
+        signal_length=_signal_length(given, length),
         json=given.json,
         plot=given.plot,
     )
@@ -126,6 +132,12 @@ def only(trace: Trace, scene: Scene) -> Trace:
         for index, one in enumerate(trace.requests)
         if one.temperature == scene.temperature and scene.workload in (MIX, one.workload)
     )
+
+
+def _signal_length(given: argparse.Namespace, length: int) -> int | None:
+    if given.signals:
+        return whole("--signal-length", given.signal_length or str(min(SIGNAL_LENGTH, length)), 1, length)
+    return None
 
 
 def _traces(text: str) -> dict[str, Trace]:

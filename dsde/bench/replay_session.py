@@ -103,10 +103,10 @@ def _tell(console: Console, chosen: ReplayOptions, results: list[Replayed], seco
     if chosen.held_out:
         start = "on one half of the requests, by controllers that have served the other half"
     console.print(
-        f"A replay {start}; every policy of a cell decodes equally many tokens. x none: against plain decoding. x best, "
-        "x best K: against the best fixed length (*), picked in hindsight. oracle, x oracle: against one that knows "
-        "which slots will be accepted; x chances: against one that knows how likely each is to be, the same when greedy. "
-        f"off: share of steps after which nobody drafts. {duration(seconds)}.",
+        f"A replay {start}; every policy of a cell decodes equally many tokens. x none: against plain decoding. "
+        "x best, x best K: against the best fixed length (*), picked in hindsight. oracle, x oracle: against one that "
+        "knows which slots will be accepted; x chances: against one that knows how likely each is to be, the same when "
+        f"greedy. off: share of steps after which nobody drafts. {duration(seconds)}.",
         highlight=False,
     )
 
@@ -115,9 +115,9 @@ def _tell_signals(console: Console, found: list[Foresight]) -> None:
     console.print(correlation_table(found))
     console.print(foresight_table(found))
     console.print(
-        f"Drafts of {found[0].length} tokens at every step. Confidence and entropy are the drafter's, of the first slot "
-        "in the first table and of the slot itself in the second; KLD, WVIR and the acceptance average are those after "
-        "the step before. AUC: the chance that an accepted slot scores above a rejected one, slots up to and with the "
+        f"Drafts of {found[0].length} tokens at every step. Confidence and entropy are the drafter's, of the first "
+        "slot in the first table and of the slot itself in the second; KLD, WVIR and the acceptance average are those "
+        "after the step before. AUC: the chance that an accepted slot scores above a rejected one, slots up to and with the "
         "first rejection; entropy, KLD and WVIR count negated. controller: its prediction of the slot, made before the "
         "slot is verified, after it has learnt from the other half of the requests. ECE: expected calibration error "
         "over ten bins of equal count, against acceptance when greedy and against the overlap of p and q otherwise.",
