@@ -115,11 +115,11 @@ def _tell_signals(console: Console, found: list[Foresight]) -> None:
     console.print(correlation_table(found))
     console.print(foresight_table(found))
     console.print(
-        f"Drafts of {found[0].length} tokens at every step. Confidence and entropy are the drafter's, of the first "
-        "slot in the first table and of the slot itself in the second; KLD, WVIR and the acceptance average are those "
-        "after the step before. AUC: the chance that an accepted slot scores above a rejected one, slots up to and with the "
-        "first rejection; entropy, KLD and WVIR count negated. controller: its prediction of the slot, made before the "
-        "slot is verified, after it has learnt from the other half of the requests. ECE: expected calibration error "
-        "over ten bins of equal count, against acceptance when greedy and against the overlap of p and q otherwise.",
+        f"Drafts of {found[0].length} tokens at every step. Confidence and entropy are the drafter's: of the first "
+        "slot in the first table, of the slot itself in the second. KLD, WVIR and the acceptance average are those "
+        "after the step before. AUC: the chance that an accepted slot scores above a rejected one, of slots up to and "
+        "with the first rejection; entropy, KLD and WVIR count negated. controller: what it predicts of the slot "
+        "before that is verified, after it has learnt from the other half of the requests. ECE: expected calibration "
+        "error over ten bins of equal count, against acceptance when greedy, else against the overlap of p and q.",
         highlight=False,
     )
