@@ -78,6 +78,14 @@ def test_slots_are_those_up_to_the_first_rejection() -> None:
     assert found.steps["mix"] == 4
 
 
+def test_no_held_out_request_is_seen_twice() -> None:
+    # A first token without drafts, then one slot that is rejected.
+    rejected = Round((0.5,), (1.0,), (1.0,), (0.5,), 0)
+    requests = tuple(RequestTrace(f"r{number}", "code", 0.0, (rejected, rejected)) for number in range(16))
+    found = foresee("by hand", Trace(1, requests), 0.0, 1)
+    assert (found.slots, found.expected, found.controller_auc) == (8, 0.0, None)
+
+
 def test_signals_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, result = tmp_path / "t.jsonl", tmp_path / "s.json"
     synthesize(requests=4, rounds=8, acceptance=0.7, length=3).write(trace)
