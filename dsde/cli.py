@@ -76,6 +76,28 @@ load has the batch "1-4-16-32-4-1", and its static-opt is the best single length
 """
 
 
+_REPLAY = """\
+Replay policies on recorded traces with any step costs, without an engine, and report how far each stays behind oracles.
+
+A trace holds drafts of a real pair and what became of them: record one with `dsde bench --record`. Policies run through
+the real controller. A cost model says what a step takes, in ms: BASE + TOKEN x (tokens verified), and for each draft
+step DRAFT + DRAFT_PER_REQUEST x (requests). Every policy of a cell decodes equally many tokens.
+
+Policies: as in `dsde bench --help`; batch_schedule without a table is profiled on the trace (on the tuning half with
+--held-out).
+"""
+_REPLAY_EXAMPLES = """\
+examples:
+  dsde replay high.jsonl.gz,low.jsonl.gz --cost "cpu;gpu-mixed" --json replay.json --plot pictures
+  dsde replay high.jsonl.gz --policies static,goodput,paper:min_length=1 --batch 1,8 --cost 40,0.05,4 --held-out
+  dsde replay high.jsonl.gz --load 1,4,16,32,4,1 --policies static,goodput,batch_schedule --temperature 0
+  dsde replay high.jsonl.gz --signals
+
+--json writes {"cells": [{"trace", "cost", "batch", "temperature", "workload", "policy", ...}], "signals": [...],
+"replay": {...}}.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 the work failed, 2 the options or the configuration are not usable."""
     options = _parser().parse_args(arguments)
@@ -136,6 +158,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(bench)
     bench.set_defaults(command=_bench)
 
+    replay = commands.add_parser(
+        "replay",
+        help="replay policies on recorded traces, with any step costs",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_REPLAY,
+        epilog=_REPLAY_EXAMPLES,
+    )
+    _add_replay(replay)
+    replay.set_defaults(command=_replay)
+
     models = commands.add_parser("models", help="prepare and list the models dsde brings along")
     actions = models.add_subparsers(title="commands", metavar="COMMAND", required=True)
     prepare = actions.add_parser(
@@ -180,6 +212,46 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--high", metavar="MODEL", help="draft model of high acceptance")
     own.add_argument("--low", metavar="MODEL", help="draft model of low acceptance")
     _add_settings(parser, {flag: _OPTIONS[flag] for flag in ("--dtype", "--max-model-len", "--device")})
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    # Values stay text: dsde.bench.replay_options checks them and names the option.
+    parser.add_argument("file", metavar="FILE[,FILE...]", help="traces, as `dsde bench --record` writes them")
+    what = parser.add_argument_group("what is replayed")
+    what.add_argument("--policies", metavar="NAME,...", help="who takes part (static,goodput,adaedl,paper,reference)")
+    what.add_argument("--batch", metavar="N,...", help="requests that decode together (1,4,8,16,32)")
+    what.add_argument("--load", metavar="N,...", help="a load that moves, as in 1,4,16,32,4,1; replaces --batch")
+    what.add_argument("--temperature", metavar="T,...", help="of those that were recorded (all)")
+    what.add_argument("--workload", metavar="NAME,...", help="mix, all, or classes of prompts in the trace (mix)")
+    what.add_argument(
+        "--no-trim", action="store_true", help="asynchronous scheduling: drafts keep their planned lengths"
+    )
+    what.add_argument("--no-oracle", action="store_true", help="leave the two oracles out")
+    what.add_argument("--signals", action="store_true", help="instead: what foretells acceptance, and how well")
+    what.add_argument("--signal-length", metavar="K", help="draft tokens per step with --signals (4)")
+    cost = parser.add_argument_group("what a step takes")
+    cost.add_argument(
+        "--cost",
+        action="append",
+        metavar="MODEL",
+        help="cpu, gpu-mem, gpu-mixed or BASE,TOKEN,DRAFT[,DRAFT_PER_REQUEST]; several separated by ';' (cpu)",
+    )
+    cost.add_argument("--sync", metavar="MS", help="added to each draft step that a stop rule watches (0)")
+    cost.add_argument("--noise", metavar="SHARE", help="standard deviation of measured step times, relative (0)")
+    size = parser.add_argument_group("how long")
+    size.add_argument(
+        "--steps",
+        metavar="N",
+        help="work of a cell, and of each stage of --load, in steps of plain decoding (150, or one pass over the trace "
+        "up to 1500 tokens)",
+    )
+    size.add_argument("--tokens", metavar="N", help="the same in tokens; replaces --steps")
+    size.add_argument("--warmup", metavar="N", help="steps that are not counted (0)")
+    size.add_argument("--held-out", action="store_true", help="warm up on half of the requests, report on the others")
+    size.add_argument("--seed", metavar="N", help="order of the requests, and noise (0)")
+    where = parser.add_argument_group("where the result goes, besides a table")
+    where.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    where.add_argument("--plot", type=Path, metavar="DIR", help="draw the pictures, PNG and SVG")
 
 
 def _add_settings(parser: argparse.ArgumentParser, options: dict[str, _Option]) -> None:
@@ -256,6 +328,13 @@ def _bench(options: argparse.Namespace) -> int:
 
     enter(config, options.arguments)
     return run(chosen, config)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from dsde.bench.replay_options import replay_options
+    from dsde.bench.replay_session import run
+
+    return run(replay_options(options))
 
 
 def _prepare(options: argparse.Namespace) -> int:

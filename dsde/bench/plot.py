@@ -17,7 +17,7 @@ mpl.use("agg")
 
 from matplotlib import pyplot
 
-__all__ = ["draw"]
+__all__ = ["draw", "save"]
 
 BINS = 10
 # Requests drawn one by one; more would hide each other.
@@ -35,16 +35,16 @@ def draw(directory: Path, results: Sequence[Result], trails: Trails) -> list[Pat
         fixed_size = [one for one in own if len(one.cell.scene.load) == 1]
         if fixed_size:
             figure = _scaling(fixed_size, f"{draft} draft, temperature {temperature:g}")
-            files += _save(figure, directory / f"batch-{name}")
+            files += save(figure, directory / f"batch-{name}")
         if steps := trails.observed().get((draft, temperature)):
             figure = _signals(steps, f"{draft} draft, temperature {temperature:g}")
-            files += _save(figure, directory / f"acceptance-{name}")
+            files += save(figure, directory / f"acceptance-{name}")
     for cell in trails.cells:
         scene = cell.scene
         name = f"lengths-{cell.draft}-T{scene.temperature:g}-{scene.workload}-b{scene.batch}"
         adaptive = {label: trail for label, trail in trails.of(cell).items() if not label.startswith("static-")}
         if adaptive:
-            files += _save(_lengths(adaptive, cell), directory / name)
+            files += save(_lengths(adaptive, cell), directory / name)
     return files
 
 
@@ -131,7 +131,8 @@ def _lengths(trails: dict[str, Trail], cell: Cell) -> Any:
     return figure
 
 
-def _save(figure: Any, stem: Path) -> list[Path]:
+def save(figure: Any, stem: Path) -> list[Path]:
+    """Write stem.png and stem.svg, and close the figure."""
     # with_suffix would cut a temperature such as 0.5.
     files = [stem.parent / f"{stem.name}.{kind}" for kind in ("png", "svg")]
     for file in files:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dsde.bench.cell import Result
 
-__all__ = ["machine", "write_json"]
+__all__ = ["machine", "write", "write_json"]
 
 
 def machine(device: str, models: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
@@ -38,10 +38,14 @@ def machine(device: str, models: Mapping[str, tuple[str, str]]) -> dict[str, Any
 
 
 def write_json(file: Path, results: Sequence[Result], where: Mapping[str, Any]) -> None:
-    """Write {"cells": [...], "machine": {...}}; a failure half-way leaves an earlier file as it was."""
-    text = json.dumps({"cells": [one.to_dict() for one in results], "machine": dict(where)}, indent=1)
+    """Write {"cells": [...], "machine": {...}}."""
+    write(file, {"cells": [one.to_dict() for one in results], "machine": dict(where)})
+
+
+def write(file: Path, tree: Mapping[str, Any]) -> None:
+    """Write JSON; a failure half-way leaves an earlier file as it was."""
     beside = file.with_name(f"{file.name}.new")
-    beside.write_text(text + "\n")
+    beside.write_text(json.dumps(tree, indent=1) + "\n")
     beside.replace(file)
 
 

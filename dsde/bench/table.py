@@ -10,7 +10,7 @@ from dsde.bench.cell import Cell, Result, geometric_mean
 from dsde.bench.contender import AUTOREGRESSIVE
 from dsde.bench.trail import SIGNALS, Trails, acceptance, spearman
 
-__all__ = ["cells_table", "signals_table", "summary_table"]
+__all__ = ["cells_table", "number", "signals_table", "summary_table"]
 
 
 def cells_table(results: Sequence[Result], best: Mapping[Cell, str], draft: str, temperature: float) -> Table:
@@ -44,9 +44,9 @@ def summary_table(results: Sequence[Result]) -> Table:
         fixed = [one.ratio_to_static_opt for one in own if one.ratio_to_static_opt is not None]
         table.add_row(
             policy,
-            *(_number(value) for value in (geometric_mean(none), min(none, default=None))),
-            *(_number(value) for value in (geometric_mean(fixed), min(fixed, default=None))),
-            _number(sum(one.mean_acceptance_length for one in own) / len(own)),
+            *(number(value) for value in (geometric_mean(none), min(none, default=None))),
+            *(number(value) for value in (geometric_mean(fixed), min(fixed, default=None))),
+            number(sum(one.mean_acceptance_length for one in own) / len(own)),
             _mean(one.acceptance_rate for one in own),
             _mean(one.wasted_draft_share for one in own),
         )
@@ -61,15 +61,16 @@ def _entry(results: Sequence[Result], best: Mapping[Cell, str]) -> str:
     none = geometric_mean(one.ratio_to_autoregressive for one in results if one.ratio_to_autoregressive is not None)
     fixed = geometric_mean(one.ratio_to_static_opt for one in results if one.ratio_to_static_opt is not None)
     none = None if results[0].policy == AUTOREGRESSIVE else none
-    return f"{speed:6.1f}  {_number(none):>6}  {_number(fixed):>7}{star}"
+    return f"{speed:6.1f}  {number(none):>6}  {number(fixed):>7}{star}"
 
 
 def _mean(values: Iterable[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return _number(sum(known) / len(known) if known else None)
+    return number(sum(known) / len(known) if known else None)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits after the point, a dash for None."""
     return "-" if value is None else f"{value:.3f}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,15 +15,22 @@ from dsde.control.history import WINDOW
 from dsde.control.records import SpeculationPlan, StepObservation
 from dsde.control.signals import weighted_variance, wvir
 
-__all__ = ["SIGNALS", "Trail", "Trails", "acceptance", "spearman"]
+__all__ = ["FALLING", "SIGNALS", "Trail", "Trails", "acceptance", "auc", "slot_acceptance", "spearman"]
 
 SIGNALS = {
     "confidence": "draft confidence of the first slot",
     "entropy": "draft entropy of the first slot (nats)",
     "kld": "mean KLD of the step before (nats)",
     "wvir": "WVIR after the step before",
+    "average": "accepted share of the slots tried so far",
 }
 """Signal -> what it is. All are known before the step whose acceptance they are held against."""
+
+FALLING = ("entropy", "kld", "wvir")
+"""Signals that speak against acceptance where they are high."""
+
+AVERAGE_MEMORY = 0.95
+"""Weight of a request's slots, per step that has passed since they were verified, within its average."""
 
 # The paper's windows and decay.
 SHORT, DECAY = 10, 0.85
@@ -81,34 +88,75 @@ class Trails:
         return list(dict.fromkeys(where for where, _ in self._trails))
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One verification of a request's drafts. before: what was known of the request, without the drafter's confidence.
+
+    top_prob, entropy: what the drafter said of each slot; empty where it was not asked.
+    """
+
+    before: dict[str, float]
+    top_prob: list[float]
+    entropy: list[float]
+    drafted: int
+    accepted: int
+
+
 def acceptance(trails: Sequence[Trail]) -> dict[str, tuple[Floats, Floats]]:
     """Signal -> (its values, the accepted share of the verified drafts), one entry per request and step."""
     values: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
     shares: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
+    for attempt in _attempts(trails):
+        said = {"confidence": attempt.top_prob[0], "entropy": attempt.entropy[0]} if attempt.top_prob else {}
+        for signal, value in (attempt.before | said).items():
+            values[signal].append(value)
+            shares[signal].append(attempt.accepted / attempt.drafted)
+    return {signal: (np.array(values[signal]), np.array(shares[signal])) for signal in SIGNALS}
+
+
+def slot_acceptance(trails: Sequence[Trail]) -> dict[str, tuple[Floats, Floats]]:
+    """Signal -> (its values, 1 where the slot was accepted and else 0), up to and with each first rejection.
+
+    Confidence and entropy are the slot's own.
+    """
+    values: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
+    accepted: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
+    for attempt in _attempts(trails):
+        tried = min(attempt.accepted + 1, attempt.drafted)
+        known = {signal: [value] * tried for signal, value in attempt.before.items()}
+        known |= {"confidence": attempt.top_prob[:tried], "entropy": attempt.entropy[:tried]}
+        for signal, row in known.items():
+            values[signal] += row
+            accepted[signal] += [float(slot < attempt.accepted) for slot in range(len(row))]
+    return {signal: (np.array(values[signal]), np.array(accepted[signal])) for signal in SIGNALS}
+
+
+def _attempts(trails: Sequence[Trail]) -> Iterator[_Attempt]:
     for trail in trails:
         known: dict[str, dict[str, float]] = {}
+        said: dict[str, tuple[list[float], list[float]]] = {}
         klds: dict[str, list[float]] = {}
+        sums: dict[str, tuple[float, float]] = {}
         for observation, _ in trail.steps:
-            positions = torch.split(observation.kld.double(), observation.num_draft_tokens.tolist())
-            for request, kld, accepted in zip(
-                observation.request_ids, positions, observation.num_accepted_tokens.tolist(), strict=True
-            ):
+            counts = np.asarray(observation.num_draft_tokens)
+            positions = np.split(np.asarray(observation.kld, dtype=np.float64), np.cumsum(counts)[:-1])
+            accepted = np.asarray(observation.num_accepted_tokens).tolist()
+            for request, kld, taken in zip(observation.request_ids, positions, accepted, strict=True):
                 before = known.pop(request, {})
-                if not kld.numel():
+                top, entropy = said.pop(request, ([], []))
+                if not kld.size:
                     continue
-                for signal, value in before.items():
-                    if np.isfinite(value):
-                        values[signal].append(value)
-                        shares[signal].append(accepted / kld.numel())
+                yield _Attempt(before, top, entropy, kld.size, taken)
                 history = klds.setdefault(request, [])
                 history += kld.tolist()
                 del history[:-WINDOW]
-                known[request] = {"kld": float(kld.mean()), "wvir": _wvir(history)}
+                hits, tries = (AVERAGE_MEMORY * one for one in sums.get(request, (0.0, 0.0)))
+                hits, tries = sums[request] = hits + taken, tries + min(taken + 1, kld.size)
+                now = {"kld": float(kld.mean()), "wvir": _wvir(history), "average": hits / tries}
+                known[request] = {signal: value for signal, value in now.items() if np.isfinite(value)}
             if observation.draft_top_prob is not None and observation.draft_entropy is not None:
-                top, entropy = observation.draft_top_prob[:, 0].tolist(), observation.draft_entropy[:, 0].tolist()
-                for request, confidence, nats in zip(observation.draft_ids, top, entropy, strict=True):
-                    known.setdefault(request, {}).update(confidence=confidence, entropy=nats)
-    return {signal: (np.array(values[signal]), np.array(shares[signal])) for signal in SIGNALS}
+                rows = (np.asarray(one).tolist() for one in (observation.draft_top_prob, observation.draft_entropy))
+                said.update(zip(observation.draft_ids, zip(*rows, strict=True), strict=True))
 
 
 def spearman(one: Floats, other: Floats) -> float | None:
@@ -116,6 +164,19 @@ def spearman(one: Floats, other: Floats) -> float | None:
     if len(one) < 3 or np.ptp(one) == 0 or np.ptp(other) == 0:
         return None
     return float(np.corrcoef(_ranks(one), _ranks(other))[0, 1])
+
+
+def auc(scores: Floats, labels: Floats) -> float | None:
+    """Area under the ROC curve: the chance that a slot with label 1 scores higher than one with 0, ties counted half.
+
+    None without both labels.
+    """
+    positive = labels > 0.5
+    ones = int(positive.sum())
+    if ones in (0, len(labels)):
+        return None
+    above = _ranks(scores)[positive].sum() - ones * (ones + 1) / 2.0
+    return float(above / (ones * (len(labels) - ones)))
 
 
 def _ranks(values: Floats) -> Floats:

@@ -42,7 +42,7 @@ def test_help_needs_nothing_heavy() -> None:
     assert "engine-args" in answer.stdout
 
 
-@pytest.mark.parametrize("command", [["serve"], ["engine-args"], ["models", "prepare"]])
+@pytest.mark.parametrize("command", [["serve"], ["engine-args"], ["replay"], ["models", "prepare"]])
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsde.bench.cell import Cell, Scene
-from dsde.bench.trail import Trail, Trails, acceptance, spearman
+from dsde.bench.trail import Trail, Trails, acceptance, slot_acceptance, spearman
 from dsde.control.records import SpeculationPlan, StepObservation
 
 
@@ -42,8 +42,20 @@ def test_a_signal_is_held_against_the_step_after_it() -> None:
     ]
     assert pairs["kld"][0].tolist() == pytest.approx([0.2, 2.0])
     assert pairs["kld"][1].tolist() == [0.5, 1.0]
+    # a: 2 of 2 tried; then 1 of 2 more, the older at .95.
+    assert pairs["average"][0].tolist() == pytest.approx([1.0, 2.9 / 3.9])
     # Fewer than 30 KLDs give no WVIR.
     assert len(pairs["wvir"][0]) == 0
+
+
+def test_slots_count_up_to_the_first_rejection() -> None:
+    trail = Trail()
+    trail.add(step({"a": 2}, [2], [0.1, 0.3], {"a": 0.9}), None)
+    trail.add(step({"a": 3}, [1], [1.0, 3.0, 9.0]), None)
+    slots = slot_acceptance([trail])
+    assert [side.tolist() for side in slots["kld"]] == [pytest.approx([0.2, 0.2]), [1.0, 0.0]]
+    # The drafter spoke of one slot only.
+    assert [side.tolist() for side in slots["confidence"]] == [pytest.approx([0.9]), [1.0]]
 
 
 def test_wvir_needs_its_long_window_and_is_the_papers() -> None:
