@@ -16,10 +16,14 @@ from dsde.control.prediction import Logistic
 __all__ = ["Acceptance", "Verification"]
 
 FEATURES = 5
-"""[1, logit of the draft's top probability, draft entropy - 1, logit of the request's average, ln position]."""
-BEFORE_PRIOR = (0.0, 0.0, 0.0, 1.0, 0.0)
+"""[1, logit of the draft's top probability, draft entropy - 1, standing of the request, ln position].
+
+Standing: logit of the request's average, less that of all requests. The constant carries what is common to all, so that
+nothing shifts under the other weights while the averages still settle.
+"""
+BEFORE_PRIOR = (0.4, 0.0, 0.0, 1.0, 0.0)
 AFTER_PRIOR = (0.0, 0.5, 0.0, 0.5, 0.0)
-ONWARD_PRIOR = (0.0, 0.1, 0.0, 0.9, 0.0)
+ONWARD_PRIOR = (0.4, 0.1, 0.0, 0.9, 0.0)
 CLIP = 0.005
 """Probabilities inside a logit stay this far from 0 and 1."""
 
@@ -114,7 +118,7 @@ class Acceptance:
         confidence will tell exactly which slots survive, 0 that it tells nothing.
         """
         sampled = self._sampled.index_select(0, slots)
-        survival = self._before_slots(torch.logit(self.average(slots), eps=CLIP), sampled).cumprod(1)
+        survival = self._before_slots(self._standing(slots, sampled), sampled).cumprod(1)
         share = (self._spread[:, 0] / self._spread[:, 1]).clamp_(0.0, 1.0)
         return survival, share.index_select(0, sampled)
 
@@ -137,7 +141,7 @@ class Acceptance:
         after, onward = (
             torch.stack([m.weights for m in models]).index_select(0, sampled) for models in (self._after, self._onward)
         )
-        return after, onward, torch.logit(self.average(slots), eps=CLIP)
+        return after, onward, self._standing(slots, sampled)
 
     def draft(self, slots: Tensor, depth: int, top_prob: Tensor | None, entropy: Tensor | None) -> None:
         """Keep what the drafter said about the `depth` slots it has just drafted for B requests; both [B, depth].
@@ -145,8 +149,8 @@ class Acceptance:
         None where it has no distributions, and values that are not finite: then `before` stands in for `after`.
         """
         depth = min(depth, self._max_length)
-        own = torch.logit(self.average(slots), eps=CLIP)
         sampled = self._sampled.index_select(0, slots)
+        own = self._standing(slots, sampled)
         self.waiting = True
         self._pending.index_fill_(0, slots, depth)
         rows = self._features.index_select(0, slots)
@@ -274,8 +278,13 @@ class Acceptance:
         both = torch.stack(((known - mean).square_(), mean * (1.0 - mean))) * drafted
         self._spread[regime] = self._spread[regime] * RESOLUTION_MEMORY**steps + both.sum(1)
 
+    def _standing(self, slots: Tensor, sampled: Tensor) -> Tensor:
+        """[B], logit of each request's average, less that of all requests at its temperature regime."""
+        everybody = torch.logit(self._all[:, 0] / self._all[:, 1], eps=CLIP).index_select(0, sampled)
+        return torch.logit(self.average(slots), eps=CLIP) - everybody
+
     def _before_slots(self, own: Tensor, sampled: Tensor) -> Tensor:
-        """[B, L], each slot's acceptance given its predecessors', from logit averages `own` [B]."""
+        """[B, L], each slot's acceptance given its predecessors', from standings `own` [B]."""
         weights = torch.stack([model.weights for model in self._before]).index_select(0, sampled)
         base = weights[:, 0] + weights[:, 3] * own
         return torch.sigmoid(base.unsqueeze(1) + weights[:, 4:5] * self._positions)
