@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dsde.bench.cell import Cell
@@ -89,17 +88,17 @@ def acceptance(trails: Sequence[Trail]) -> dict[str, tuple[Floats, Floats]]:
         known: dict[str, dict[str, float]] = {}
         klds: dict[str, list[float]] = {}
         for observation, _ in trail.steps:
-            positions = torch.split(observation.kld.double(), observation.num_draft_tokens.tolist())
+            positions = np.split(observation.kld.astype(np.float64), np.cumsum(observation.num_draft_tokens)[:-1])
             for request, kld, accepted in zip(
                 observation.request_ids, positions, observation.num_accepted_tokens.tolist(), strict=True
             ):
                 before = known.pop(request, {})
-                if not kld.numel():
+                if not kld.size:
                     continue
                 for signal, value in before.items():
                     if np.isfinite(value):
                         values[signal].append(value)
-                        shares[signal].append(accepted / kld.numel())
+                        shares[signal].append(accepted / kld.size)
                 history = klds.setdefault(request, [])
                 history += kld.tolist()
                 del history[:-WINDOW]
@@ -129,7 +128,7 @@ def _wvir(klds: Sequence[float]) -> float:
     if len(klds) < WINDOW:
         # Over less than the long window both variances are of nearly the same values.
         return float("nan")
-    values = torch.tensor([klds], dtype=torch.float64)
-    short = weighted_variance(values[:, -SHORT:], torch.tensor([SHORT]), DECAY)
-    long = weighted_variance(values[:, -WINDOW:], torch.tensor([WINDOW]), DECAY)
-    return float(wvir(short, long))
+    values = np.array([klds], dtype=np.float64)
+    short = weighted_variance(values[:, -SHORT:], np.array([SHORT]), DECAY)
+    long = weighted_variance(values[:, -WINDOW:], np.array([WINDOW]), DECAY)
+    return float(wvir(short, long)[0])
