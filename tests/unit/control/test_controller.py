@@ -5,8 +5,8 @@ import pickle
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
-import torch
 
 from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan, StepObservation
@@ -28,11 +28,11 @@ def observe(
     controller.observe(
         StepObservation(
             request_ids=tuple(steps),
-            num_draft_tokens=torch.tensor([len(step) for _, step in steps.values()], dtype=torch.int64),
-            num_accepted_tokens=torch.tensor([accepted for accepted, _ in steps.values()], dtype=torch.int64),
-            kld=torch.tensor(klds, dtype=torch.float32),
-            overlap=torch.tensor([NAN if math.isnan(kld) else overlap for kld in klds], dtype=torch.float32),
-            temperature=torch.tensor([(temperature or {}).get(request, 0.0) for request in steps]),
+            num_draft_tokens=np.array([len(step) for _, step in steps.values()], dtype=np.int64),
+            num_accepted_tokens=np.array([accepted for accepted, _ in steps.values()], dtype=np.int64),
+            kld=np.array(klds, dtype=np.float32),
+            overlap=np.array([NAN if math.isnan(kld) else overlap for kld in klds], dtype=np.float32),
+            temperature=np.array([(temperature or {}).get(request, 0.0) for request in steps], dtype=np.float32),
             draft_step_ms=draft_step_ms,
         ),
         plan,
@@ -125,7 +125,9 @@ def test_a_trace_of_a_ragged_batch_equals_the_plain_rule(preset: str) -> None:
         observation = {}
         for request, length in zip(batch, planned, strict=True):
             # float32, as observations carry them.
-            klds = torch.tensor([rng.expovariate(1 / steadiness[request]) for _ in range(length)]).tolist()
+            klds = np.array(
+                [rng.expovariate(1 / steadiness[request]) for _ in range(length)], dtype=np.float32
+            ).tolist()
             observation[request] = (rng.choice([length, rng.randint(0, length)]), klds)
             plain[request].learn(*observation[request])
         observe(controller, observation, temperature=temperatures)
@@ -233,8 +235,8 @@ def test_drafts_without_a_distribution_leave_the_signals_empty() -> None:
 def test_an_observation_that_does_not_add_up_is_refused() -> None:
     controller = Controller("paper", capacity=1, max_length=8)
     controller.plan(["a"], [9])
-    one = torch.tensor([1])
-    short = StepObservation(("a",), 2 * one, one, torch.zeros(1), torch.zeros(2), torch.zeros(1))
+    one = np.array([1])
+    short = StepObservation(("a",), 2 * one, one, *(np.zeros(size, dtype=np.float32) for size in (1, 2, 1)))
     with pytest.raises(ValueError, match="kld has 1 and overlap 2 entries: num_draft_tokens sums to 2"):
         controller.observe(short)
 
@@ -446,7 +448,7 @@ def test_a_longer_wish_than_the_limit_is_the_limit() -> None:
 
 def test_ten_thousand_requests_leave_nothing_behind() -> None:
     controller = Controller("paper", capacity=20, max_length=8)
-    tensors = [controller._history._ring.data_ptr(), controller._history._state.data_ptr()]
+    addresses = [controller._history._ring.ctypes.data, controller._history._state.ctypes.data]
     for batch in range(500):
         ids = [f"{batch}-{index}" for index in range(20)]
         for request in ids[:5]:
@@ -458,7 +460,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
             assert controller.finish(request) is not None
     assert (controller.live, controller._history.used, controller._choosers) == (0, 0, 0)
     assert len(controller._policies) <= 1
-    assert tensors == [controller._history._ring.data_ptr(), controller._history._state.data_ptr()]
+    assert addresses == [controller._history._ring.ctypes.data, controller._history._state.ctypes.data]
 
 
 def test_the_record_becomes_the_object_of_the_answer() -> None:
