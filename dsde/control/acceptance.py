@@ -200,23 +200,23 @@ class Acceptance:
             )
         depth = int(np.maximum.reduce(pending))
         step = self._steps[:depth]
-        predicted = self._predicted.take(slots, 0)[:, :depth]
-
         verified = step < drafted[:, None]
+        drawn = step < pending[:, None]
         labels = (step < accepted[:, None]).astype(np.float64)
         real = verified & (step <= accepted[:, None])
-        if np.count_nonzero(sampled):
-            width = min(depth, overlap.shape[1])
-            np.copyto(labels[:, :width], overlap[:, :width], where=(sampled > 0)[:, None])
-            real &= np.isfinite(labels)
-        labels = np.where(real, labels, predicted)
-        np.maximum(labels, 0.0, out=labels)
-        np.minimum(labels, 1.0, out=labels)
-
-        drawn = step < pending[:, None]
-        weight = real.astype(np.float64)
         all_accepted = accepted >= drafted
-        if np.count_nonzero(all_accepted & (pending > drafted)):
+        some_sampled = np.count_nonzero(sampled) > 0
+        if some_sampled:
+            width = min(depth, overlap.shape[1])
+            soft = np.minimum(np.maximum(overlap[:, :width], 0.0), 1.0)
+            np.copyto(labels[:, :width], soft, where=(sampled > 0)[:, None])
+            real &= np.isfinite(labels)
+        weight = real.astype(np.float64)
+        some_unread = np.count_nonzero(all_accepted & (pending > drafted)) > 0
+        if some_sampled or some_unread:
+            predicted = self._predicted.take(slots, 0)[:, :depth]
+            np.copyto(labels, predicted, where=~real)
+        if some_unread:
             reach = np.ones_like(weight)
             np.multiply.accumulate(np.where(verified, 1.0, predicted)[:, :-1], 1, out=reach[:, 1:])
             np.copyto(weight, reach, where=all_accepted[:, None] & ~verified & drawn)

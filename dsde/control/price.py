@@ -44,19 +44,24 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
     rate, depth = requests / costs.plain, 0
     resolved = share * survival
     sure = np.add.reduce(resolved, 0)
-    unresolved = np.stack((survival - resolved, 1.0 - share))
-    for _ in range(ITERATIONS):
+    # Tokens and counts that the threshold decides, one above the other.
+    unresolved = np.empty((2, *survival.shape))
+    np.subtract(survival, resolved, out=unresolved[0])
+    np.subtract(1.0, share, out=unresolved[1])
+    draft_ms = costs.draft * np.arange(1.0, survival.shape[1] + 1.0)
+    for _ in range(ITERATIONS if draft_ms.size else 0):
         threshold = rate * costs.token
-        taken = survival > threshold
-        open_gain, open_count = np.add.reduce(unresolved * taken, 1)
-        emitted, count = sure + open_gain, sure + open_count
-        value = np.add.accumulate(emitted - threshold * count - rate * costs.draft)
-        best = int(value.argmax()) if value.size else -1
-        if best < 0 or value[best] <= 0.0:
+        expected = np.add.reduce(unresolved * (survival > threshold), 1)
+        expected += sure
+        emitted, count = np.add.accumulate(expected, 1)
+        value = emitted - threshold * count
+        value -= rate * draft_ms
+        best = int(value.argmax())
+        if value[best] <= 0.0:
             break
         depth = best + 1
-        tokens = requests + float(emitted[:depth].sum())
-        time = costs.plain + costs.token * float(count[:depth].sum()) + costs.draft * depth
+        tokens = requests + float(emitted[best])
+        time = costs.plain + costs.token * float(count[best]) + costs.draft * depth
         if tokens / time <= rate * (1.0 + 1e-6):
             break
         rate = tokens / time

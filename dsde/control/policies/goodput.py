@@ -99,7 +99,7 @@ class Goodput(Policy):
             return Proposal(batch.usable, batch.usable, self._stop(batch, price.rate * costs.draft))
         lengths = np.minimum(batch.usable, price.depth)
         if not batch.trims:
-            lengths = np.minimum(lengths, (survival > self._threshold).sum(1))
+            lengths = np.minimum(lengths, np.add.reduce(survival > self._threshold, 1))
         return Proposal(lengths, lengths)
 
     def observe(self, step: Step) -> None:
@@ -121,7 +121,7 @@ class Goodput(Policy):
         if self._probing:
             return lengths
         survival, drafted = batch.acceptance.drafts(batch.slots)
-        worth = (survival > self._threshold).sum(1)
+        worth = np.add.reduce(survival > self._threshold, 1)
         return np.where(drafted > 0, np.minimum(lengths, worth), lengths)
 
     def _rests_on(self, batch: Batch) -> bool:
