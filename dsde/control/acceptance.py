@@ -195,9 +195,10 @@ class Acceptance:
         if not rows:
             return
         if rows < known.size:
-            slots, drafted, accepted, sampled, pending, overlap = (
-                values[known] for values in (slots, drafted, accepted, sampled, pending, overlap)
+            slots, drafted, accepted, sampled, pending = (
+                values[known] for values in (slots, drafted, accepted, sampled, pending)
             )
+            overlap = overlap[known]
         depth = int(np.maximum.reduce(pending))
         step = self._steps[:depth]
         verified = step < drafted[:, None]
@@ -213,6 +214,7 @@ class Acceptance:
             real &= np.isfinite(labels)
         weight = real.astype(np.float64)
         some_unread = np.count_nonzero(all_accepted & (pending > drafted)) > 0
+        # Where the weight is 0, labels need only be finite.
         if some_sampled or some_unread:
             predicted = self._predicted.take(slots, 0)[:, :depth]
             np.copyto(labels, predicted, where=~real)

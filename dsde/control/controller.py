@@ -17,7 +17,7 @@ from dsde.control.acceptance import Acceptance, Verification
 from dsde.control.arrays import Bools, Floats, Ints
 from dsde.control.cost import StepCost, StepTime
 from dsde.control.figures import EMPTY, Figures
-from dsde.control.history import History
+from dsde.control.history import History, Recent
 from dsde.control.policies import Policy, build_policy
 from dsde.control.policies.base import Batch, Signals, Step
 from dsde.control.records import DraftStop, RequestSpeculation, SpeculationPlan, StepObservation
@@ -48,6 +48,29 @@ class _Seats:
     limits: Ints
     groups: list[tuple[Policy, Ints | slice]]
 
+    @property
+    def reads_confidence(self) -> bool:
+        """Whether any of the policies does."""
+        return any([policy.reads_confidence for policy, _ in self.groups])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measured:
+    """What one verification step measured of R requests and is not yet in their figures; arrays [R]."""
+
+    groups: list[tuple[Policy, Ints | slice]]
+    slots: Ints
+    drafted: Ints
+    usable: Bools
+    kld_sum: Floats
+    overlap_sum: Floats
+    kld_max: Floats
+    capped: Floats
+    recent: Recent
+
+
+UNBOOKED = 8
+"""Steps whose figures are booked together: nothing but an answer reads them."""
 
 REMEMBERED = 4
 """Batches whose seats are kept: what is planned, verified, drafted and trimmed in a step, which mostly are the same."""
@@ -84,6 +107,7 @@ class Controller:
         self._limits = np.zeros(capacity, dtype=np.int64)
         self._capped = np.zeros(capacity)
         self._seats: dict[tuple[str, ...], _Seats] = {}
+        self._unbooked: list[_Measured] = []
         self._ignored_steps = 0
 
     @property
@@ -154,20 +178,22 @@ class Controller:
         seats = self._seat(tuple(request_ids))
         usable = np.array(room, dtype=np.int64)
 
-        if len(seats.groups) == 1:
-            policy, _ = seats.groups[0]
-            proposal = policy.plan(self._batch(seats, usable, slice(None)))
-            lengths, caps, stop, confidence = proposal.lengths, proposal.caps, proposal.stop, policy.reads_confidence
-        else:
-            lengths, caps, stop, confidence = self._plan_groups(seats, usable)
+        stops: list[tuple[DraftStop | None, Sequence[str]]] = []
+        lengths, caps = np.empty((2, seats.slots.size), dtype=np.int64)
+        for policy, part in seats.groups:
+            batch = self._batch(seats, usable, part)
+            proposal = policy.plan(batch)
+            if isinstance(part, slice):
+                lengths, caps = proposal.lengths, proposal.caps
+            else:
+                lengths[part], caps[part] = proposal.lengths, proposal.caps
+            stops.append((proposal.stop, batch.ids))
 
         wanted = np.maximum(np.minimum(lengths, usable), 0)
         self._capped[seats.slots] = caps < wanted
         planned = np.minimum(wanted, caps).tolist()
         by_id = dict(zip(seats.ids, planned, strict=True))
-        if isinstance(stop, list):
-            stop = combine(stop, by_id)
-        return SpeculationPlan(max(planned), by_id, stop, confidence)
+        return SpeculationPlan(max(planned), by_id, combine(stops, by_id), seats.reads_confidence)
 
     def trim(self, plan: SpeculationPlan, room: Mapping[str, int]) -> SpeculationPlan:
         """Final lengths of the drafts just drawn, for the scheduler to cut them to: call it after observe().
@@ -227,6 +253,7 @@ class Controller:
         """
         request = self._requests.get(request_id)
         if request is not None and request.slot is not None:
+            self._book()
             request.parked = self._figures.take(request.slot)
             self._history.release(request.slot)
             self._seats.clear()
@@ -238,6 +265,7 @@ class Controller:
         if request is None:
             return None
         if request.slot is not None:
+            self._book()
             column = self._figures.take(request.slot)
         else:
             column = EMPTY if request.parked is None else request.parked
@@ -295,19 +323,6 @@ class Controller:
             return [(next(iter(parts), self._default), slice(None))]
         return [(policy, np.array(part)) for policy, part in parts.items()]
 
-    def _plan_groups(
-        self, seats: _Seats, usable: Ints
-    ) -> tuple[Ints, Ints, list[tuple[DraftStop | None, Sequence[str]]], bool]:
-        """Lengths and caps of a batch of several policies, their stop rules, and whether any reads confidence."""
-        lengths, caps = np.empty_like(seats.slots), np.empty_like(seats.slots)
-        stops: list[tuple[DraftStop | None, Sequence[str]]] = []
-        for policy, part in seats.groups:
-            batch = self._batch(seats, usable, part)
-            proposal = policy.plan(batch)
-            lengths[part], caps[part] = proposal.lengths, proposal.caps
-            stops.append((proposal.stop, batch.ids))
-        return lengths, caps, stops, any(policy.reads_confidence for policy, _ in seats.groups)
-
     def _batch(self, seats: _Seats, usable: Ints, part: Ints | slice) -> Batch:
         limits = seats.limits[part]
         return Batch(
@@ -356,14 +371,27 @@ class Controller:
         if slots:
             self._acceptance.draft(np.array(slots), depth, top, spread)
 
-    def _signals(self, seats: _Seats) -> Signals:
-        if len(seats.groups) == 1:
-            return seats.groups[0][0].signals(self._history.recent(seats.slots))
-        factor, ratio = np.empty((2, seats.slots.size))
-        for policy, part in seats.groups:
-            signals = policy.signals(self._history.recent(seats.slots[part]))
-            factor[part], ratio[part] = signals.scale_factor, signals.wvir
-        return Signals(factor, ratio)
+    def _book(self) -> None:
+        """Bring the figures up to date."""
+        steps = self._unbooked
+        if not steps:
+            return
+        policies = {step.groups[0][0] if len(step.groups) == 1 else None for step in steps}
+        if len(policies) == 1 and None not in policies:
+            parts = [_signals(steps[0].groups, Recent.join([step.recent for step in steps]))]
+        else:
+            parts = [_signals(step.groups, step.recent) for step in steps]
+        wvir = np.concatenate([part.wvir for part in parts])
+        stable = np.concatenate([part.penalty <= 1.0 for part in parts])
+        self._figures.measure(
+            *(
+                np.concatenate([getattr(step, name) for step in steps])
+                for name in ("slots", "drafted", "usable", "kld_sum", "overlap_sum", "kld_max", "capped")
+            ),
+            wvir=wvir,
+            stable=stable,
+        )
+        steps.clear()
 
     def _learn(self, seats: _Seats, observation: StepObservation, time: StepTime) -> None:
         slots = seats.slots
@@ -391,11 +419,13 @@ class Controller:
         self._ignored_steps += finite.size - int(np.count_nonzero(finite))
 
         self._history.append(slots, drafted, accepted, temperature, verified, observation.kld, kld_sum, kld_max, usable)
-        signals = self._signals(seats)
-        self._figures.measure(
-            slots, drafted, usable, kld_sum, overlap_sum, kld_max, signals.wvir, signals.penalty <= 1.0, capped
+        recent = self._history.recent(slots)
+        self._unbooked.append(
+            _Measured(seats.groups, slots, drafted, usable, kld_sum, overlap_sum, kld_max, capped, recent)
         )
-        if any(policy.reads_confidence for policy, _ in seats.groups):
+        if len(self._unbooked) >= UNBOOKED:
+            self._book()
+        if seats.reads_confidence:
             self._acceptance.learn(Verification(slots, drafted, accepted, overlap), temperature)
         else:
             self._acceptance.waiting = False
@@ -437,6 +467,17 @@ class Controller:
         culprits = slots[running == longest]
         if longest > second and culprits.size:
             self._figures.blame(int(culprits[0]), (longest - second) * draft_step_ms * (len(lengths) - 1))
+
+
+def _signals(groups: list[tuple[Policy, Ints | slice]], recent: Recent) -> Signals:
+    """The signals of R requests, each by its own policy."""
+    if len(groups) == 1:
+        return groups[0][0].signals(recent)
+    factor, ratio = np.empty((2, recent.count.size))
+    for policy, part in groups:
+        signals = policy.signals(recent.of(part))
+        factor[part], ratio[part] = signals.scale_factor, signals.wvir
+    return Signals(factor, ratio)
 
 
 def _keep(observation: StepObservation, kept: Bools) -> StepObservation:

@@ -44,12 +44,14 @@ class Figures:
         kld_sum: Floats,
         overlap_sum: Floats,
         kld_max: Floats,
+        capped: Floats,
         wvir: Floats,
         stable: Bools,
-        capped: Floats,
     ) -> None:
-        """Add one verification step of R distinct slots; all [R]. Signals count where `usable`; capped: 0 or 1."""
-        rows = self._block.take(slots, 0)
+        """Add verification steps; all [R], a slot stands there once for each of its steps, oldest first.
+
+        Signals count where `usable`; capped: 0 or 1.
+        """
         new = np.empty((CAPPED + 1, slots.size))
         new[STEPS] = 1.0
         new[STEPS_OFF] = drafted == 0
@@ -59,17 +61,15 @@ class Figures:
         new[MEASURED] = 1.0
         new[WVIR_SUM] = wvir
         new[STABLE] = stable
-        if np.count_nonzero(usable) < usable.size:
-            new[KLD_SUM:CAPPED, ~usable] = 0.0
+        new[KLD_SUM:CAPPED, ~usable] = 0.0
         new[CAPPED] = capped
-        rows[:, : CAPPED + 1] += new.T
-
-        length, highest, last = rows[:, LENGTH_MAX], rows[:, KLD_MAX], rows[:, KLD_LAST]
-        np.maximum(length, drafted, out=length)
-        np.maximum(highest, kld_max, out=highest, where=usable)
-        np.divide(kld_sum, drafted, out=last, where=usable)
-        np.copyto(rows[:, WVIR_LAST], wvir, where=usable)
-        self._block[slots] = rows
+        np.add.at(self._block[:, : CAPPED + 1], slots, new.T)
+        np.maximum.at(self._block[:, LENGTH_MAX], slots, drafted)
+        measured = slots[usable]
+        np.maximum.at(self._block[:, KLD_MAX], measured, kld_max[usable])
+        # Where a slot stands more than once, numpy keeps the last value.
+        self._block[measured, KLD_LAST] = kld_sum[usable] / drafted[usable]
+        self._block[measured, WVIR_LAST] = wvir[usable]
 
     def rest(self, slots: Ints, capped: Floats) -> None:
         """Add one step in which none of R distinct slots verified a draft; capped: [R], 0 or 1."""

@@ -5,6 +5,7 @@ A request owns one slot. Every operation works on many slots at once and loops o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,19 @@ class Recent:
     full_steps: Floats
     kld_mean_pre: Floats
     kld_max_pre: Floats
+
+    @classmethod
+    def join(cls, parts: Sequence[Recent]) -> Recent:
+        """One after the other."""
+        return cls(*(np.concatenate(column) for column in zip(*(part._columns for part in parts), strict=True)))
+
+    def of(self, part: Ints | slice) -> Recent:
+        """The requests at positions `part`."""
+        return Recent(*(column[part] for column in self._columns))
+
+    @property
+    def _columns(self) -> list[np.ndarray]:
+        return [getattr(self, name) for name in self.__slots__]
 
 
 class History:

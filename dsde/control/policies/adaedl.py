@@ -127,5 +127,6 @@ class EntropyStop:
 
     def goes_on(self, step: int, top_prob: Numbers, entropy: Numbers) -> Bools:
         """Requests whose bound is still at least lambda and whose length is not reached."""
-        table = np.array(self.order, dtype=entropy.dtype).reshape(-1, 2)
-        return (bound(entropy, self.gamma) >= table[:, 0]) & (table[:, 1] > step + 1)
+        table = np.array(self.order).reshape(-1, 2)
+        kept: Bools = bound(entropy, self.gamma) >= table[:, 0].astype(entropy.dtype)
+        return kept & (table[:, 1] > step + 1)
