@@ -51,7 +51,7 @@ class _Seats:
     @property
     def reads_confidence(self) -> bool:
         """Whether any of the policies does."""
-        return any([policy.reads_confidence for policy, _ in self.groups])
+        return any(policy.reads_confidence for policy, _ in self.groups)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -114,7 +114,7 @@ def observation(
         drafted.append(len(scheduled.scheduled_spec_decode_tokens.get(request_id, ())))
         accepted.append(len(emitted) - 1)
         temperature.append(request.sampling_params.temperature)
-        kld, overlap = _positions(report, ids, drafted)
+    kld, overlap = _positions(report, ids, drafted)
     return StepObservation(
         request_ids=tuple(ids),
         num_draft_tokens=np.array(drafted, dtype=np.int64),
