@@ -40,18 +40,14 @@ class _Request:
 class _Seats:
     """Requests that hold slots, as arrays [B]; true until any request comes, goes or changes its policy.
 
-    groups: the policies among them, each with where its requests are found.
+    groups: the policies among them, each with where its requests are found. reads_confidence: whether one of them does.
     """
 
     ids: tuple[str, ...]
     slots: Ints
     limits: Ints
     groups: list[tuple[Policy, Ints | slice]]
-
-    @property
-    def reads_confidence(self) -> bool:
-        """Whether any of the policies does."""
-        return any(policy.reads_confidence for policy, _ in self.groups)
+    reads_confidence: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -311,7 +307,9 @@ class Controller:
         slots = np.array([self._place(r) if r.slot is None else r.slot for r in requests])
         if len(self._seats) >= REMEMBERED:
             self._seats.clear()
-        seats = self._seats[ids] = _Seats(ids, slots, self._limits.take(slots), self._groups(requests))
+        groups = self._groups(requests)
+        reads_confidence = any(policy.reads_confidence for policy, _ in groups)
+        seats = self._seats[ids] = _Seats(ids, slots, self._limits.take(slots), groups, reads_confidence)
         return seats
 
     def _groups(self, requests: Sequence[_Request]) -> list[tuple[Policy, Ints | slice]]:

@@ -15,10 +15,10 @@ __all__ = ["combine"]
 
 def combine(parts: Sequence[tuple[DraftStop | None, Sequence[str]]], lengths: Mapping[str, int]) -> DraftStop | None:
     """One rule for a batch of parts (rule, request ids); a part without a rule drafts its planned lengths."""
-    if all(rule is None for rule, _ in parts):
-        return None
     if len(parts) == 1:
         return parts[0][0]
+    if all(rule is None for rule, _ in parts):
+        return None
     return _MixedStop(tuple((rule, tuple(ids)) for rule, ids in parts), dict(lengths))
 
 

@@ -104,7 +104,7 @@ class AdaEdl(Policy):
         """Slots before the first whose bound is below lambda, at least one."""
         entropy, drafted = batch.acceptance.entropies(batch.slots)
         threshold = self._threshold.take(batch.slots)[:, None]
-        kept = np.logical_and.accumulate(bound(entropy, self.settings.gamma) >= threshold, 1).sum(1)
+        kept = np.add.reduce(np.logical_and.accumulate(bound(entropy, self.settings.gamma) >= threshold, 1), 1)
         return np.where(drafted > 0, np.minimum(lengths, np.maximum(kept, 1)), lengths)
 
 

@@ -473,3 +473,22 @@ def test_the_record_becomes_the_object_of_the_answer() -> None:
     assert answer["speculation_length"] == {"mean": 2.0, "max": 2, "limit": 8}
     assert answer["kld"] == {"mean": 0.5, "last": 0.5, "max": 0.5}
     assert answer["straggler"] == {"wait_ms": 0.0, "caused_ms": 0.0, "steps": 0}
+
+
+def test_figures_are_those_of_the_step_just_seen_whenever_they_are_asked_for() -> None:
+    # One controller is asked after every step, the other at the end: bookings in between change nothing.
+    asked, left = (Controller("paper", capacity=3, max_length=8) for _ in range(2))
+    rng = random.Random(3)
+    for _ in range(21):
+        steps = {}
+        for request in "abc":
+            klds = [rng.choice([rng.random(), NAN]) if rng.random() < 0.1 else rng.random() for _ in range(4)]
+            steps[request] = (rng.randint(0, 4), klds[: rng.randint(0, 4)])
+        for controller in (asked, left):
+            observe(controller, steps)
+        assert all(asked.snapshot(request) for request in "abc")
+    for request in "abc":
+        one, other = asked.finish(request), left.finish(request)
+        assert one is not None
+        assert other is not None
+        assert one == other
