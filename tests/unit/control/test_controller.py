@@ -479,11 +479,13 @@ def test_figures_are_those_of_the_step_just_seen_whenever_they_are_asked_for() -
     # One controller is asked after every step, the other at the end: bookings in between change nothing.
     asked, left = (Controller("paper", capacity=3, max_length=8) for _ in range(2))
     rng = random.Random(3)
+    for controller in (asked, left):
+        controller.plan(["a", "b", "c"], [9] * 3)
     for _ in range(21):
         steps = {}
         for request in "abc":
-            klds = [rng.choice([rng.random(), NAN]) if rng.random() < 0.1 else rng.random() for _ in range(4)]
-            steps[request] = (rng.randint(0, 4), klds[: rng.randint(0, 4)])
+            klds = [NAN if rng.random() < 0.05 else rng.random() for _ in range(rng.randint(0, 4))]
+            steps[request] = (rng.randint(0, len(klds)), klds)
         for controller in (asked, left):
             observe(controller, steps)
         assert all(asked.snapshot(request) for request in "abc")
