@@ -379,16 +379,13 @@ class Controller:
             parts = [_signals(steps[0].groups, Recent.join([step.recent for step in steps]))]
         else:
             parts = [_signals(step.groups, step.recent) for step in steps]
-        wvir = np.concatenate([part.wvir for part in parts])
-        stable = np.concatenate([part.penalty <= 1.0 for part in parts])
-        self._figures.measure(
-            *(
-                np.concatenate([getattr(step, name) for step in steps])
-                for name in ("slots", "drafted", "usable", "kld_sum", "overlap_sum", "kld_max", "capped")
-            ),
-            wvir=wvir,
-            stable=stable,
-        )
+        measured: dict[str, Any] = {
+            name: np.concatenate([getattr(step, name) for step in steps])
+            for name in ("slots", "drafted", "usable", "kld_sum", "overlap_sum", "kld_max", "capped")
+        }
+        measured["wvir"] = np.concatenate([part.wvir for part in parts])
+        measured["stable"] = np.concatenate([part.penalty <= 1.0 for part in parts])
+        self._figures.measure(**measured)
         steps.clear()
 
     def _learn(self, seats: _Seats, observation: StepObservation, time: StepTime) -> None:
