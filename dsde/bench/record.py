@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from dsde.bench.cell import Cell
 from dsde.bench.engines import OnStep
@@ -53,17 +53,17 @@ class Recorder:
     def _verified(
         self, observation: StepObservation, drafts: Mapping[str, tuple[list[float], list[float]]], temperature: float
     ) -> None:
-        counts = observation.num_draft_tokens.tolist()
-        signals = torch.stack((observation.kld, observation.overlap))
+        counts = observation.num_draft_tokens
+        signals = np.stack((observation.kld, observation.overlap))
         rows = zip(
             observation.request_ids,
-            torch.split(signals, counts, dim=1),
+            np.split(signals, np.cumsum(counts)[:-1], axis=1),
             observation.num_accepted_tokens.tolist(),
             strict=True,
         )
         for request, both, accepted in rows:
             # Drafts from before the clock started, and those cut short near a request's end, are no whole round.
-            if request in drafts and both.shape[1] == self._length and bool(both.isfinite().all()):
+            if request in drafts and both.shape[1] == self._length and bool(np.isfinite(both).all()):
                 top_prob, entropy = drafts[request]
                 kld, overlap = both.tolist()
                 round_ = Round(

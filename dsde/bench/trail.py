@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dsde.bench.cell import Cell
@@ -190,7 +189,7 @@ def _wvir(klds: Sequence[float]) -> float:
     if len(klds) < WINDOW:
         # Over less than the long window both variances are of nearly the same values.
         return float("nan")
-    values = torch.tensor([klds], dtype=torch.float64)
-    short = weighted_variance(values[:, -SHORT:], torch.tensor([SHORT]), DECAY)
-    long = weighted_variance(values[:, -WINDOW:], torch.tensor([WINDOW]), DECAY)
-    return float(wvir(short, long))
+    values = np.array([klds], dtype=np.float64)
+    short = weighted_variance(values[:, -SHORT:], np.array([SHORT]), DECAY)
+    long = weighted_variance(values[:, -WINDOW:], np.array([WINDOW]), DECAY)
+    return float(wvir(short, long)[0])

@@ -1,1 +1,1 @@
-"""The control layer: signals -> history -> policy -> plan. Pure: torch and the standard library."""
+"""The control layer: signals -> history -> policy -> plan. Pure: numpy and the standard library."""

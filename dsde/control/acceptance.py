@@ -8,10 +8,10 @@ drawn at a slot.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from dsde.control.prediction import Logistic
+from dsde.control.arrays import Bools, Floats, Ints, Numbers
+from dsde.control.prediction import Logistic, logit, sigmoid
 
 __all__ = ["Acceptance", "Verification"]
 
@@ -47,12 +47,12 @@ RESOLUTION_PRIOR = (0.5, 2.5)
 class Verification:
     """One verification of R requests as dense [R, K] tables; K the longest draft verified. Built once per step.
 
-    slots, drafted, accepted: [R] int64. overlap: [R, K] float64, sum_v min(p, q), anything beyond `drafted`.
+    slots, drafted, accepted: [R] int64. overlap: [R, K], sum_v min(p, q), anything beyond `drafted`.
     """
 
     __slots__ = ("accepted", "drafted", "overlap", "slots")
 
-    def __init__(self, slots: Tensor, drafted: Tensor, accepted: Tensor, overlap: Tensor) -> None:
+    def __init__(self, slots: Ints, drafted: Ints, accepted: Ints, overlap: Numbers) -> None:
         self.slots, self.drafted, self.accepted, self.overlap = slots, drafted, accepted, overlap
 
 
@@ -64,26 +64,34 @@ class Acceptance:
 
     def __init__(self, capacity: int, max_length: int) -> None:
         self._max_length = max_length
-        self._features = torch.zeros(capacity, max_length, FEATURES, dtype=torch.float64)
+        self._features = np.zeros((capacity, max_length, FEATURES))
         self._features[:, :, 0] = 1.0
-        self._positions = torch.arange(1, max_length + 1, dtype=torch.float64).log()
+        self._positions = np.log(np.arange(1.0, max_length + 1.0))
         self._features[:, :, 4] = self._positions
-        self._predicted = torch.zeros(capacity, max_length, dtype=torch.float64)
-        self._pending = torch.zeros(capacity, dtype=torch.int64)
-        self._sums = torch.zeros(capacity, 2, dtype=torch.float64)
-        self._seen = torch.zeros(capacity, dtype=torch.float64)
-        self._sampled = torch.zeros(capacity, dtype=torch.int64)
-        self._all = torch.tensor([[FIRST * FIRST_WEIGHT, FIRST_WEIGHT]] * 2, dtype=torch.float64)
-        self._spread = torch.tensor(RESOLUTION_PRIOR, dtype=torch.float64).view(1, 2, 1).repeat(2, 1, max_length)
-        self._before = [Logistic(torch.tensor(BEFORE_PRIOR)) for _ in range(2)]
-        self._after = [Logistic(torch.tensor(AFTER_PRIOR)) for _ in range(2)]
-        self._onward = [Logistic(torch.tensor(ONWARD_PRIOR)) for _ in range(2)]
-        self._informed = torch.zeros(capacity, dtype=torch.bool)
-        self._steps = torch.arange(max_length)
+        self._predicted = np.zeros((capacity, max_length))
+        self._pending = np.zeros(capacity, dtype=np.int64)
+        self._sums = np.zeros((capacity, 2))
+        self._seen = np.zeros(capacity)
+        self._sampled = np.zeros(capacity, dtype=np.int64)
+        self._all = np.array([[FIRST * FIRST_WEIGHT, FIRST_WEIGHT]] * 2)
+        self._common = self._all[:, 0] / self._all[:, 1]
+        self._spread = np.repeat(np.array([RESOLUTION_PRIOR] * 2)[:, :, None], max_length, axis=2)
+        self._share = self._shares()
+        # Each model's weights are a row of its kind's table, one row for each regime.
+        self._before_weights, self._after_weights, self._onward_weights = (
+            np.array([prior, prior]) for prior in (BEFORE_PRIOR, AFTER_PRIOR, ONWARD_PRIOR)
+        )
+        self._before = [Logistic(weights) for weights in self._before_weights]
+        self._after = [Logistic(weights) for weights in self._after_weights]
+        self._onward = [Logistic(weights) for weights in self._onward_weights]
+        self._informed = np.zeros(capacity, dtype=np.bool_)
+        self._steps = np.arange(max_length)
         self._clock = 0.0
-        self._known: tuple[Tensor, Tensor] | None = None
-        self._lessons: list[Tensor] = []
-        self._pupils: list[Tensor] = []
+        self._verified_at = np.zeros(2)
+        self._known: tuple[Ints, Floats] | None = None
+        self._lessons = np.zeros((LESSONS * capacity, max_length, FEATURES + 4))
+        self._pupils = np.zeros(LESSONS * capacity, dtype=np.int64)
+        self._gathered = self._gathered_steps = 0
         self._taught = 0
         self.waiting = False
 
@@ -95,89 +103,97 @@ class Acceptance:
         self._sampled[slot] = 0
         self._known = None
 
-    def average(self, slots: Tensor) -> Tensor:
-        """alpha, [B]: the request's own verified slots, newest weighted most, shrunk toward all requests' average."""
-        if self._known is not None and (self._known[0] is slots or torch.equal(self._known[0], slots)):
-            return self._known[1]
-        own = self._sums.index_select(0, slots)
-        idle = self._clock - self._seen.index_select(0, slots)
-        own = own * (UNDRAFTED_MEMORY**idle).unsqueeze(1)
-        prior = (self._all[:, 0] / self._all[:, 1]).index_select(0, self._sampled.index_select(0, slots))
-        average = (own[:, 0] + OWN_PRIOR * prior) / (own[:, 1] + OWN_PRIOR)
-        self._known = slots, average
-        return average
+    def standing(self, slots: Ints) -> Floats:
+        """[B], logit of each request's average, less that of all requests at its temperature regime.
 
-    def undrafted(self, slots: Tensor) -> Tensor:
+        The average is of the request's own verified slots, newest weighted most, shrunk toward that of all.
+        """
+        known = self._known
+        if known is not None and (known[0] is slots or np.array_equal(known[0], slots)):
+            return known[1]
+        own = self._sums.take(slots, 0)
+        own *= (UNDRAFTED_MEMORY ** self.undrafted(slots))[:, None]
+        sampled = self._sampled.take(slots)
+        average = (own[:, 0] + OWN_PRIOR * self._common.take(sampled)) / (own[:, 1] + OWN_PRIOR)
+        standing = logit(average, CLIP) - logit(self._common, CLIP).take(sampled)
+        self._known = slots, standing
+        return standing
+
+    def undrafted(self, slots: Ints) -> Floats:
         """[B], decoding steps since each request's drafts were last verified, or since it began."""
-        return self._clock - self._seen.index_select(0, slots)
+        return self._clock - self._seen.take(slots)
 
-    def expect(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def expect(self, slots: Ints) -> tuple[Floats, Floats]:
         """Before drafting: survival of each slot, and the share of its variance that drafting resolves; both [B, L].
 
         Survival is the chance that this and all earlier slots are accepted. A share of 1 means that the drafter's
         confidence will tell exactly which slots survive, 0 that it tells nothing.
         """
-        sampled = self._sampled.index_select(0, slots)
-        survival = self._before_slots(self._standing(slots, sampled), sampled).cumprod(1)
-        share = (self._spread[:, 0] / self._spread[:, 1]).clamp_(0.0, 1.0)
-        return survival, share.index_select(0, sampled)
+        sampled = self._sampled.take(slots)
+        survival = np.multiply.accumulate(self._before_slots(self.standing(slots), sampled), 1)
+        return survival, self._share.take(sampled, 0)
 
-    def drafts(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def hopeful(self, slots: Ints) -> Floats:
+        """Before drafting: survival [B, L] if every slot's acceptance were one standard error above its expectation.
+
+        The error is that of an average over all slots verified so far; old ones count less and less.
+        """
+        sampled = self._sampled.take(slots)
+        chance = self._before_slots(self.standing(slots), sampled)
+        evidence = self._all[:, 1] * ALL_MEMORY ** (self._clock - self._verified_at)
+        chance += np.sqrt(chance * (1.0 - chance) / evidence.take(sampled)[:, None])
+        return np.multiply.accumulate(np.minimum(chance, 1.0), 1)
+
+    def drafts(self, slots: Ints) -> tuple[Floats, Ints]:
         """After drafting: survival of each drafted slot [B, L], and how many slots were drafted, [B] int64."""
-        return self._predicted.index_select(0, slots).cumprod(1), self._pending.index_select(0, slots)
+        return np.multiply.accumulate(self._predicted.take(slots, 0), 1), self._pending.take(slots)
 
-    def entropies(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def entropies(self, slots: Ints) -> tuple[Floats, Ints]:
         """H(q) in nats of each drafted slot [B, L], and how many slots were drafted, [B] int64."""
-        return self._features.index_select(0, slots)[:, :, 2] + 1.0, self._pending.index_select(0, slots)
+        return self._features[slots, :, 2] + 1.0, self._pending.take(slots)
 
     def tick(self) -> None:
         """One decoding step has passed."""
         self._clock += 1.0
         self._known = None
 
-    def inside(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a rule inside the draft loop needs: weights [B, 5] of `after` and of `onward`, logit averages [B]."""
-        sampled = self._sampled.index_select(0, slots)
-        after, onward = (
-            torch.stack([m.weights for m in models]).index_select(0, sampled) for models in (self._after, self._onward)
-        )
-        return after, onward, self._standing(slots, sampled)
+    def inside(self, slots: Ints) -> tuple[Floats, Floats, Floats]:
+        """What a rule inside the draft loop needs: weights [B, 5] of `after` and of `onward`, standings [B]."""
+        sampled = self._sampled.take(slots)
+        after, onward = self._after_weights.take(sampled, 0), self._onward_weights.take(sampled, 0)
+        return after, onward, self.standing(slots)
 
-    def draft(self, slots: Tensor, depth: int, top_prob: Tensor | None, entropy: Tensor | None) -> None:
+    def draft(self, slots: Ints, depth: int, top_prob: Numbers | None, entropy: Numbers | None) -> None:
         """Keep what the drafter said about the `depth` slots it has just drafted for B requests; both [B, depth].
 
         None where it has no distributions, and values that are not finite: then `before` stands in for `after`.
         """
         depth = min(depth, self._max_length)
-        sampled = self._sampled.index_select(0, slots)
-        own = self._standing(slots, sampled)
+        own = self.standing(slots)
+        sampled = self._sampled.take(slots)
         self.waiting = True
-        self._pending.index_fill_(0, slots, depth)
-        rows = self._features.index_select(0, slots)
-        rows[:, :, 3] = own.unsqueeze(1)
-        said = None
+        self._pending[slots] = depth
+        rows = self._features.take(slots, 0)
+        rows[:, :, 3] = own[:, None]
+        informed = np.zeros(slots.size, dtype=np.bool_)
         if top_prob is not None and entropy is not None:
-            said = torch.stack((top_prob[:, :depth], entropy[:, :depth]), dim=2).double()
-        finite = said is not None and bool(said.isfinite().all())
-        if said is not None:
-            said = said if finite else said.nan_to_num(0.5, 0.5, 0.5)
-            rows[:, :depth, 1] = torch.logit(said[:, :, 0], eps=CLIP)
-            rows[:, :depth, 2] = said[:, :, 1] - 1.0
-            weights = torch.stack([model.weights for model in self._after]).index_select(0, sampled)
-            predicted = torch.sigmoid(torch.bmm(rows, weights.unsqueeze(2)).squeeze(2))
-        if said is None or not finite:
-            expected = self._before_slots(own, sampled)
-            informed = torch.zeros_like(sampled, dtype=torch.bool)
-            if top_prob is not None and entropy is not None:
-                informed = (top_prob[:, :depth] + entropy[:, :depth]).isfinite().all(1)
-            predicted = expected if said is None else torch.where(informed.unsqueeze(1), predicted, expected)
-            self._informed.index_copy_(0, slots, informed)
-        else:
-            self._informed.index_fill_(0, slots, True)
-        self._features.index_copy_(0, slots, rows)
-        self._predicted.index_copy_(0, slots, predicted)
+            said = np.array((top_prob[:, :depth], entropy[:, :depth]), dtype=np.float64)
+            finite = np.isfinite(said)
+            if np.count_nonzero(finite) == finite.size:
+                informed[:] = True
+            else:
+                informed = np.logical_and.reduce(finite, axis=(0, 2))
+                np.nan_to_num(said, copy=False, nan=0.5, posinf=0.5, neginf=0.5)
+            rows[:, :depth, 1] = logit(said[0], CLIP)
+            rows[:, :depth, 2] = said[1] - 1.0
+        predicted = sigmoid(np.vecdot(rows, self._after_weights.take(sampled, 0)[:, None]))
+        if np.count_nonzero(informed) < informed.size:
+            predicted = np.where(informed[:, None], predicted, self._before_slots(own, sampled))
+        self._informed[slots] = informed
+        self._features[slots] = rows
+        self._predicted[slots] = predicted
 
-    def learn(self, verification: Verification, temperature: Tensor) -> None:
+    def learn(self, verification: Verification, temperature: Numbers) -> None:
         """Learn from verified slots up to and including the first rejection; temperature: [R].
 
         Label of a slot: accepted or not when greedy, its overlap otherwise. Slots that were drafted but not verified
@@ -185,83 +201,104 @@ class Acceptance:
         confidence chose what was verified, and without them both would believe the choice to be the rule.
         """
         slots, drafted, accepted = verification.slots, verification.drafted, verification.accepted
+        overlap = verification.overlap
         sampled = self._sample(slots, temperature)
         self.waiting = False
-        pending = self._pending.index_select(0, slots)
+        pending = self._pending.take(slots)
         known = (pending >= drafted) & (pending > 0)
-        self._pending.index_fill_(0, slots, 0)
-        if not bool(known.any()):
+        self._pending[slots] = 0
+        rows = int(np.count_nonzero(known))
+        if not rows:
             return
-        if not bool(known.all()):
+        if rows < known.size:
             slots, drafted, accepted, sampled, pending = (
-                t[known] for t in (slots, drafted, accepted, sampled, pending)
+                values[known] for values in (slots, drafted, accepted, sampled, pending)
             )
-        overlap = verification.overlap if slots.numel() == known.numel() else verification.overlap[known]
-        depth = int(pending.max())
+            overlap = overlap[known]
+        depth = int(np.maximum.reduce(pending))
         step = self._steps[:depth]
-        predicted = self._predicted.index_select(0, slots)[:, :depth]
+        verified = step < drafted[:, None]
+        drawn = step < pending[:, None]
+        labels = (step < accepted[:, None]).astype(np.float64)
+        real = verified & (step <= accepted[:, None])
+        all_accepted = accepted >= drafted
+        some_sampled = np.count_nonzero(sampled) > 0
+        if some_sampled:
+            width = min(depth, overlap.shape[1])
+            soft = np.minimum(np.maximum(overlap[:, :width], 0.0), 1.0)
+            np.copyto(labels[:, :width], soft, where=(sampled > 0)[:, None])
+            real &= np.isfinite(labels)
+        weight = real.astype(np.float64)
+        some_unread = np.count_nonzero(all_accepted & (pending > drafted)) > 0
+        # Where the weight is 0, labels need only be finite.
+        if some_sampled or some_unread:
+            predicted = self._predicted.take(slots, 0)[:, :depth]
+            np.copyto(labels, predicted, where=~real)
+        if some_unread:
+            reach = np.ones_like(weight)
+            np.multiply.accumulate(np.where(verified, 1.0, predicted)[:, :-1], 1, out=reach[:, 1:])
+            np.copyto(weight, reach, where=all_accepted[:, None] & ~verified & drawn)
 
-        verified = step < drafted.unsqueeze(1)
-        labels = (step < accepted.unsqueeze(1)).double()
-        width = min(depth, overlap.shape[1])
-        soft = labels.clone()
-        soft[:, :width] = overlap[:, :width]
-        labels = torch.where((sampled > 0).unsqueeze(1), soft, labels)
-        real = verified & (step <= accepted.unsqueeze(1)) & labels.isfinite()
-
-        unread = (accepted >= drafted).unsqueeze(1) & ~verified & (step < pending.unsqueeze(1))
-        reach = torch.where(verified, 1.0, predicted).cumprod(1).roll(1, 1)
-        reach[:, 0] = 1.0
-        labels = torch.where(real, labels, predicted).clamp_(0.0, 1.0)
-        weight = torch.where(real, 1.0, torch.where(unread, reach, 0.0))
-
-        sums = torch.stack(((weight * labels).sum(1), weight.sum(1)), dim=1)
-        idle = self._clock - self._seen.index_select(0, slots) - 1.0
-        kept = (OWN_MEMORY * UNDRAFTED_MEMORY ** idle.clamp_(min=0.0)).unsqueeze(1)
-        self._sums.index_copy_(0, slots, self._sums.index_select(0, slots) * kept + sums)
-        self._seen.index_fill_(0, slots, self._clock)
+        sums = np.empty((rows, 2))
+        np.vecdot(weight, labels, out=sums[:, 0])
+        np.add.reduce(weight, 1, out=sums[:, 1])
+        idle = np.maximum(self.undrafted(slots) - 1.0, 0.0)
+        kept = self._sums.take(slots, 0)
+        kept *= (OWN_MEMORY * UNDRAFTED_MEMORY**idle)[:, None]
+        kept += sums
+        self._sums[slots] = kept
+        self._seen[slots] = self._clock
         self._known = None
         self._all *= ALL_MEMORY
-        self._all.index_add_(0, sampled, sums)
+        for regime, mine in self._regimes(sampled):
+            self._all[regime] += np.add.reduce(sums[mine], 0)
+            self._verified_at[regime] = self._clock
+        self._common = self._all[:, 0] / self._all[:, 1]
 
-        rows = slots.numel()
-        lesson = torch.zeros(rows, self._max_length, FEATURES + 4, dtype=torch.float64)
-        lesson[:, :, :FEATURES] = self._features.index_select(0, slots)
-        informed = self._informed.index_select(0, slots).unsqueeze(1) & (step < pending.unsqueeze(1))
-        lesson[:, :depth, FEATURES:] = torch.stack(
-            (labels, weight, real.double(), informed.double()),
-            dim=2,
-        )
-        self._lessons.append(lesson)
-        self._pupils.append(sampled)
+        lesson = self._lessons[self._gathered : self._gathered + rows]
+        lesson[:, :, :FEATURES] = self._features.take(slots, 0)
+        lesson[:, :depth, FEATURES] = labels
+        lesson[:, :depth, FEATURES + 1] = weight
+        lesson[:, :depth, FEATURES + 2] = real
+        lesson[:, :depth, FEATURES + 3] = drawn & self._informed.take(slots)[:, None]
+        lesson[:, depth:, FEATURES:] = 0.0
+        self._pupils[self._gathered : self._gathered + rows] = sampled
+        self._gathered += rows
+        self._gathered_steps += 1
         self._taught += rows
-        if self._taught < EARLY or len(self._lessons) >= LESSONS:
+        if self._taught < EARLY or self._gathered_steps >= LESSONS:
             self._study()
 
-    def rest(self, slots: Tensor, temperature: Tensor) -> None:
+    def rest(self, slots: Ints, temperature: Numbers) -> None:
         """R requests decoded without drafts, and none were waiting; temperature: [R]."""
         self._sample(slots, temperature)
 
-    def _sample(self, slots: Tensor, temperature: Tensor) -> Tensor:
-        sampled = (temperature > 0.0).long()
-        self._sampled.index_copy_(0, slots, sampled)
+    def _sample(self, slots: Ints, temperature: Numbers) -> Ints:
+        sampled = (temperature > 0.0).astype(np.int64)
+        self._sampled[slots] = sampled
         self._known = None
         return sampled
 
+    @staticmethod
+    def _regimes(sampled: Ints) -> list[tuple[int, slice | Bools]]:
+        """The regimes among `sampled` [R], each with where it is found."""
+        hot = np.count_nonzero(sampled)
+        if hot in (0, sampled.size):
+            return [(int(hot > 0), slice(None))]
+        return [(0, sampled == 0), (1, sampled == 1)]
+
     def _study(self) -> None:
         """Teach the models all that was gathered since the last time."""
-        lessons, pupils, steps = torch.cat(self._lessons), torch.cat(self._pupils), len(self._lessons)
-        self._lessons.clear()
-        self._pupils.clear()
-        for regime in (0, 1):
-            mine = lessons[pupils == regime]
-            if not mine.numel():
-                continue
-            features, (labels, weight, real, informed) = mine[:, :, :FEATURES], mine[:, :, FEATURES:].unbind(2)
-            blind = features.clone()
+        lessons, pupils, steps = self._lessons[: self._gathered], self._pupils[: self._gathered], self._gathered_steps
+        self._gathered = self._gathered_steps = 0
+        for regime, where in self._regimes(pupils):
+            mine = lessons[where]
+            features = mine[:, :, :FEATURES].copy()
+            labels, weight, real, informed = (mine[:, :, FEATURES + column] for column in range(4))
+            blind = features.copy()
             blind[:, :, 1:3] = 0.0
             self._resolve(regime, features, blind, informed, steps)
-            onward, reached = features.clone(), weight * informed
+            onward, reached = features.copy(), weight * informed
             onward[:, 1:, 1:3] = features[:, :-1, 1:3]
             reached[:, 0] = 0.0
             for model, x, w in (
@@ -270,21 +307,22 @@ class Acceptance:
                 (self._onward[regime], onward, reached),
             ):
                 model.learn(x.reshape(-1, FEATURES), labels.reshape(-1), w.reshape(-1), steps)
+        self._share = self._shares()
 
-    def _resolve(self, regime: int, features: Tensor, blind: Tensor, drafted: Tensor, steps: int) -> None:
+    def _resolve(self, regime: int, features: Floats, blind: Floats, drafted: Floats, steps: int) -> None:
         """Learn how much of a survival's variance drafting resolves, from rows [N, L, 5]; drafted: [N, L], 0 or 1."""
-        mean = self._before[regime].predict(blind).cumprod(1)
-        known = self._after[regime].predict(features).cumprod(1)
-        both = torch.stack(((known - mean).square_(), mean * (1.0 - mean))) * drafted
-        self._spread[regime] = self._spread[regime] * RESOLUTION_MEMORY**steps + both.sum(1)
+        mean = np.multiply.accumulate(self._before[regime].predict(blind), 1)
+        known = np.multiply.accumulate(self._after[regime].predict(features), 1)
+        both = np.stack((np.square(known - mean), mean * (1.0 - mean)))
+        both *= drafted
+        self._spread[regime] = self._spread[regime] * RESOLUTION_MEMORY**steps + np.add.reduce(both, 1)
 
-    def _standing(self, slots: Tensor, sampled: Tensor) -> Tensor:
-        """[B], logit of each request's average, less that of all requests at its temperature regime."""
-        everybody = torch.logit(self._all[:, 0] / self._all[:, 1], eps=CLIP).index_select(0, sampled)
-        return torch.logit(self.average(slots), eps=CLIP) - everybody
+    def _shares(self) -> Floats:
+        """Share of a survival's variance that drafting resolves, [2, L], for each regime."""
+        return np.clip(self._spread[:, 0] / self._spread[:, 1], 0.0, 1.0)
 
-    def _before_slots(self, own: Tensor, sampled: Tensor) -> Tensor:
+    def _before_slots(self, own: Floats, sampled: Ints) -> Floats:
         """[B, L], each slot's acceptance given its predecessors', from standings `own` [B]."""
-        weights = torch.stack([model.weights for model in self._before]).index_select(0, sampled)
+        weights = self._before_weights.take(sampled, 0)
         base = weights[:, 0] + weights[:, 3] * own
-        return torch.sigmoid(base.unsqueeze(1) + weights[:, 4:5] * self._positions)
+        return sigmoid(base[:, None] + weights[:, 4:5] * self._positions)

@@ -6,19 +6,18 @@ knows requests only by their ids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from dsde.control.acceptance import Acceptance, Verification
+from dsde.control.arrays import Bools, Floats, Ints
 from dsde.control.cost import StepCost, StepTime
 from dsde.control.figures import EMPTY, Figures
-from dsde.control.history import History
+from dsde.control.history import History, Recent
 from dsde.control.policies import Policy, build_policy
 from dsde.control.policies.base import Batch, Signals, Step
 from dsde.control.records import DraftStop, RequestSpeculation, SpeculationPlan, StepObservation
@@ -34,7 +33,43 @@ class _Request:
     own: Policy | None
     limit: int
     slot: int | None = None
-    parked: Tensor | None = None
+    parked: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seats:
+    """Requests that hold slots, as arrays [B]; true until any request comes, goes or changes its policy.
+
+    groups: the policies among them, each with where its requests are found. reads_confidence: whether one of them does.
+    """
+
+    ids: tuple[str, ...]
+    slots: Ints
+    limits: Ints
+    groups: list[tuple[Policy, Ints | slice]]
+    reads_confidence: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measured:
+    """What one verification step measured of R requests and is not yet in their figures; arrays [R]."""
+
+    groups: list[tuple[Policy, Ints | slice]]
+    slots: Ints
+    drafted: Ints
+    usable: Bools
+    kld_sum: Floats
+    overlap_sum: Floats
+    kld_max: Floats
+    capped: Floats
+    recent: Recent
+
+
+UNBOOKED = 8
+"""Steps whose figures are booked together: nothing but an answer reads them."""
+
+REMEMBERED = 4
+"""Batches whose seats are kept: what is planned, verified, drafted and trimmed in a step, which mostly are the same."""
 
 
 class Controller:
@@ -65,8 +100,10 @@ class Controller:
         self._figures = Figures(capacity)
         self._acceptance = Acceptance(capacity, max_length)
         self._cost = StepCost(capacity, max_length)
-        self._limits = torch.zeros(capacity, dtype=torch.int64)
-        self._capped = torch.zeros(capacity, dtype=torch.float64)
+        self._limits = np.zeros(capacity, dtype=np.int64)
+        self._capped = np.zeros(capacity)
+        self._seats: dict[tuple[str, ...], _Seats] = {}
+        self._unbooked: list[_Measured] = []
         self._ignored_steps = 0
 
     @property
@@ -113,9 +150,10 @@ class Controller:
     def set_policy(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         """Make `name` the default from the next plan on. Histories and figures stay. ValueError changes nothing."""
         self._default = self._build(name, settings or {})
+        self._seats.clear()
         followers = [r.slot for r in self._requests.values() if r.own is None and r.slot is not None]
         if followers:
-            slots = torch.tensor(followers)
+            slots = np.array(followers)
             self._history.set_warmup(slots, self._default.warmup_tokens)
             self._default.start(slots)
 
@@ -133,26 +171,25 @@ class Controller:
         for request_id in request_ids:
             if request_id not in self._requests:
                 self.admit(request_id)
-        requests = [self._requests[request_id] for request_id in request_ids]
-        slots = torch.tensor([self._place(r) if r.slot is None else r.slot for r in requests])
-        limits = self._limits.index_select(0, slots)
-        usable = torch.tensor(room)
+        seats = self._seat(tuple(request_ids))
+        usable = np.array(room, dtype=np.int64)
 
-        lengths, caps = torch.empty_like(limits), torch.empty_like(limits)
         stops: list[tuple[DraftStop | None, Sequence[str]]] = []
-        confidence = False
-        for policy, part in self._groups(requests):
-            batch = self._batch(request_ids, slots, limits, usable, part)
+        lengths, caps = np.empty((2, seats.slots.size), dtype=np.int64)
+        for policy, part in seats.groups:
+            batch = self._batch(seats, usable, part)
             proposal = policy.plan(batch)
-            lengths[part], caps[part] = proposal.lengths, proposal.caps
+            if isinstance(part, slice):
+                lengths, caps = proposal.lengths, proposal.caps
+            else:
+                lengths[part], caps[part] = proposal.lengths, proposal.caps
             stops.append((proposal.stop, batch.ids))
-            confidence |= policy.reads_confidence
 
-        wanted = torch.minimum(lengths, usable).clamp_(min=0)
-        self._capped[slots] = (caps < wanted).double()
-        planned = torch.minimum(wanted, caps).tolist()
-        by_id = dict(zip(request_ids, planned, strict=True))
-        return SpeculationPlan(max(planned), by_id, combine(stops, by_id), confidence)
+        wanted = np.maximum(np.minimum(lengths, usable), 0)
+        self._capped[seats.slots] = caps < wanted
+        planned = np.minimum(wanted, caps).tolist()
+        by_id = dict(zip(seats.ids, planned, strict=True))
+        return SpeculationPlan(max(planned), by_id, combine(stops, by_id), seats.reads_confidence)
 
     def trim(self, plan: SpeculationPlan, room: Mapping[str, int]) -> SpeculationPlan:
         """Final lengths of the drafts just drawn, for the scheduler to cut them to: call it after observe().
@@ -162,15 +199,15 @@ class Controller:
         """
         if not plan.depth:
             return plan
-        alive = [(i, r) for i in plan.lengths if i in room and (r := self._requests.get(i)) and r.slot is not None]
-        lengths = {i: min(length, room[i]) for i, length in plan.lengths.items() if i in room}
-        if alive:
-            ids, requests = zip(*alive, strict=True)
-            slots = torch.tensor([r.slot for r in requests])
-            limits = self._limits.index_select(0, slots)
-            usable = torch.tensor([lengths[i] for i in ids])
-            for policy, part in self._groups(requests):
-                usable[part] = policy.trim(self._batch(ids, slots, limits, usable, part), usable[part])
+        ids = tuple([i for i in plan.lengths if i in room])
+        lengths = {i: min(plan.lengths[i], room[i]) for i in ids}
+        if ids not in self._seats:
+            ids = tuple([i for i in ids if (r := self._requests.get(i)) and r.slot is not None])
+        if ids:
+            seats = self._seat(ids)
+            usable = np.array([lengths[i] for i in ids])
+            for policy, part in seats.groups:
+                usable[part] = policy.trim(self._batch(seats, usable, part), usable[part])
             lengths.update(zip(ids, usable.tolist(), strict=True))
         return SpeculationPlan(max(lengths.values(), default=0), lengths)
 
@@ -183,24 +220,24 @@ class Controller:
         ValueError when kld and overlap do not have sum(num_draft_tokens) entries.
         """
         drafted = observation.num_draft_tokens
-        row = torch.repeat_interleave(drafted)
-        if not row.numel() == observation.kld.numel() == observation.overlap.numel():
+        positions = int(np.add.reduce(drafted))
+        if not positions == observation.kld.size == observation.overlap.size:
             raise ValueError(
-                f"kld has {observation.kld.numel()} and overlap {observation.overlap.numel()} entries: "
-                f"num_draft_tokens sums to {row.numel()}"
+                f"kld has {observation.kld.size} and overlap {observation.overlap.size} entries: "
+                f"num_draft_tokens sums to {positions}"
             )
-        requests = [self._requests.get(request_id) for request_id in observation.request_ids]
-        known = [r for r in requests if r is not None and r.parked is None]
         top = observation.draft_top_prob
         depth = top.shape[1] if top is not None else 0 if plan is None else plan.depth
         time = self._spend(observation, plan, depth)
         self._acceptance.tick()
-        if known:
-            if len(known) == len(requests):
-                self._learn(known, observation, drafted, row, time)
-            else:
-                kept = torch.tensor([r is not None and r.parked is None for r in requests])
-                self._learn(known, *_keep(observation, kept, row), time)
+        ids = observation.request_ids
+        if ids not in self._seats:
+            kept = [(r := self._requests.get(i)) is not None and r.parked is None for i in ids]
+            if not all(kept):
+                observation = _keep(observation, np.array(kept))
+                ids = observation.request_ids
+        if ids:
+            self._learn(self._seat(ids), observation, time)
         self._remember(observation, depth)
         if plan is not None and observation.draft_step_ms is not None:
             self._straggle(plan, observation.draft_step_ms, depth)
@@ -212,8 +249,10 @@ class Controller:
         """
         request = self._requests.get(request_id)
         if request is not None and request.slot is not None:
+            self._book()
             request.parked = self._figures.take(request.slot)
             self._history.release(request.slot)
+            self._seats.clear()
             request.slot = None
 
     def snapshot(self, request_id: str) -> RequestSpeculation | None:
@@ -222,6 +261,7 @@ class Controller:
         if request is None:
             return None
         if request.slot is not None:
+            self._book()
             column = self._figures.take(request.slot)
         else:
             column = EMPTY if request.parked is None else request.parked
@@ -235,6 +275,7 @@ class Controller:
             self._choosers -= request.own is not None
             if request.slot is not None:
                 self._history.release(request.slot)
+                self._seats.clear()
         return figures
 
     def _build(self, name: str, settings: Mapping[str, Any]) -> Policy:
@@ -251,27 +292,43 @@ class Controller:
         slot = self._history.allocate((request.own or self._default).warmup_tokens)
         self._figures.put(slot, request.parked)
         self._acceptance.start(slot)
-        (request.own or self._default).start(torch.tensor([slot]))
+        (request.own or self._default).start(np.array([slot]))
         self._limits[slot] = request.limit
         self._capped[slot] = 0.0
         request.slot, request.parked = slot, None
         return slot
 
-    def _groups(self, requests: Sequence[_Request]) -> list[tuple[Policy, Tensor | slice]]:
-        if not self._choosers:
-            return [(self._default, slice(None))]
-        parts: dict[Policy, list[int]] = {}
-        for index, request in enumerate(requests):
-            parts.setdefault(request.own or self._default, []).append(index)
-        return [(policy, torch.tensor(part)) for policy, part in parts.items()]
+    def _seat(self, ids: tuple[str, ...]) -> _Seats:
+        """The seats of live requests; those without a slot are given one."""
+        seats = self._seats.get(ids)
+        if seats is not None:
+            return seats
+        requests = [self._requests[request_id] for request_id in ids]
+        slots = np.array([self._place(r) if r.slot is None else r.slot for r in requests])
+        if len(self._seats) >= REMEMBERED:
+            self._seats.clear()
+        groups = self._groups(requests)
+        reads_confidence = any(policy.reads_confidence for policy, _ in groups)
+        seats = self._seats[ids] = _Seats(ids, slots, self._limits.take(slots), groups, reads_confidence)
+        return seats
 
-    def _batch(self, ids: Sequence[str], slots: Tensor, limits: Tensor, usable: Tensor, part: Tensor | slice) -> Batch:
+    def _groups(self, requests: Sequence[_Request]) -> list[tuple[Policy, Ints | slice]]:
+        parts: dict[Policy, list[int]] = {}
+        if self._choosers:
+            for index, request in enumerate(requests):
+                parts.setdefault(request.own or self._default, []).append(index)
+        if len(parts) < 2:
+            return [(next(iter(parts), self._default), slice(None))]
+        return [(policy, np.array(part)) for policy, part in parts.items()]
+
+    def _batch(self, seats: _Seats, usable: Ints, part: Ints | slice) -> Batch:
+        limits = seats.limits[part]
         return Batch(
-            ids=ids if isinstance(part, slice) else [ids[index] for index in part.tolist()],
-            slots=slots[part],
-            limits=limits[part],
-            usable=torch.minimum(usable[part], limits[part]),
-            size=len(ids),
+            ids=seats.ids if isinstance(part, slice) else [seats.ids[index] for index in part.tolist()],
+            slots=seats.slots if isinstance(part, slice) else seats.slots[part],
+            limits=limits,
+            usable=np.minimum(usable[part], limits),
+            size=len(seats.ids),
             trims=self._trims,
             history=self._history,
             acceptance=self._acceptance,
@@ -282,7 +339,7 @@ class Controller:
         """Learn the costs of the step; its times."""
         drafting = len(plan.lengths) if plan is not None else len(observation.draft_ids)
         # Without a count of tokens, the step's own: one for each request, and its drafts.
-        tokens = observation.num_tokens or len(observation.request_ids) + observation.kld.numel()
+        tokens = observation.num_tokens or len(observation.request_ids) + observation.kld.size
         time = self._cost.learn(
             tokens,
             observation.step_ms,
@@ -300,78 +357,83 @@ class Controller:
         top, spread = observation.draft_top_prob, observation.draft_entropy
         if not depth or not observation.draft_ids:
             return
+        seats = self._seats.get(observation.draft_ids)
+        if seats is not None:
+            self._acceptance.draft(seats.slots, depth, top, spread)
+            return
         slots = [r.slot if (r := self._requests.get(i)) else None for i in observation.draft_ids]
         if None in slots:
-            kept = torch.tensor([slot is not None for slot in slots])
+            kept = np.array([slot is not None for slot in slots])
             slots = [slot for slot in slots if slot is not None]
             top, spread = None if top is None else top[kept], None if spread is None else spread[kept]
         if slots:
-            self._acceptance.draft(torch.tensor(slots), depth, top, spread)
+            self._acceptance.draft(np.array(slots), depth, top, spread)
 
-    def _signals(self, groups: list[tuple[Policy, Tensor | slice]], requests: int, slots: Tensor) -> Signals:
-        if len(groups) == 1:
-            return groups[0][0].signals(self._history.recent(slots))
-        factor = torch.empty(requests, dtype=torch.float64)
-        ratio = torch.empty_like(factor)
-        for policy, part in groups:
-            signals = policy.signals(self._history.recent(slots[part]))
-            factor[part], ratio[part] = signals.scale_factor, signals.wvir
-        return Signals(factor, ratio)
-
-    def _learn(
-        self,
-        requests: Sequence[_Request],
-        observation: StepObservation,
-        drafted: Tensor,
-        row: Tensor,
-        time: StepTime,
-    ) -> None:
-        slots = torch.tensor([self._place(r) if r.slot is None else r.slot for r in requests])
-        if not row.numel() and not self._acceptance.waiting:
-            # Resting has to be free: nothing was measured, so there is nothing else to learn.
-            self._figures.rest(slots, self._capped.index_select(0, slots))
-            self._capped.index_fill_(0, slots, 0.0)
-            self._acceptance.rest(slots, observation.temperature)
-            self._tell(self._groups(requests), slots, drafted, observation.num_accepted_tokens, time)
+    def _book(self) -> None:
+        """Bring the figures up to date."""
+        steps = self._unbooked
+        if not steps:
             return
-        both = torch.stack((observation.kld, observation.overlap)).double()
-        sums = torch.zeros(2, len(requests), dtype=torch.float64).index_add_(1, row, both)
-        kld_sum, overlap_sum = sums
-        kld_max = torch.zeros_like(kld_sum).scatter_reduce_(0, row, both[0], "amax")
-        finite = sums.sum(0).isfinite()
-        usable = finite & (drafted > 0)
-        self._ignored_steps += len(requests) - int(finite.sum())
+        policies = {step.groups[0][0] if len(step.groups) == 1 else None for step in steps}
+        if len(policies) == 1 and None not in policies:
+            parts = [_signals(steps[0].groups, Recent.join([step.recent for step in steps]))]
+        else:
+            parts = [_signals(step.groups, step.recent) for step in steps]
+        measured: dict[str, Any] = {
+            name: np.concatenate([getattr(step, name) for step in steps])
+            for name in ("slots", "drafted", "usable", "kld_sum", "overlap_sum", "kld_max", "capped")
+        }
+        measured["wvir"] = np.concatenate([part.wvir for part in parts])
+        measured["stable"] = np.concatenate([part.penalty <= 1.0 for part in parts])
+        self._figures.measure(**measured)
+        steps.clear()
 
-        accepted, temperature = observation.num_accepted_tokens, observation.temperature
-        self._history.append(slots, drafted, accepted, temperature, row, both[0], kld_sum, kld_max, usable)
-        groups = self._groups(requests)
-        signals = self._signals(groups, len(requests), slots)
-        capped = self._capped.index_select(0, slots)
-        self._capped.index_fill_(0, slots, 0.0)
-        self._figures.measure(
-            slots, drafted, usable, kld_sum, overlap_sum, kld_max, signals.wvir, signals.penalty <= 1.0, capped
+    def _learn(self, seats: _Seats, observation: StepObservation, time: StepTime) -> None:
+        slots = seats.slots
+        drafted, accepted, temperature = (
+            observation.num_draft_tokens,
+            observation.num_accepted_tokens,
+            observation.temperature,
         )
-        if any(policy.reads_confidence for policy, _ in groups):
-            self._verify(slots, drafted, accepted, temperature, row, both[1])
+        capped = self._capped.take(slots)
+        self._capped[slots] = 0.0
+        if not observation.kld.size and not self._acceptance.waiting:
+            # Resting has to be free: nothing was measured, so there is nothing else to learn.
+            self._figures.rest(slots, capped)
+            self._acceptance.rest(slots, temperature)
+            self._tell(seats, drafted, accepted, time)
+            return
+        depth = int(np.maximum.reduce(drafted))
+        verified = np.arange(depth) < drafted[:, None]
+        kld, overlap = table = np.zeros((2, slots.size, depth))
+        kld[verified], overlap[verified] = observation.kld, observation.overlap
+        kld_sum, overlap_sum = np.add.reduce(table, 2)
+        kld_max = np.maximum.reduce(kld, 1, initial=0.0)
+        finite = np.isfinite(kld_sum + overlap_sum)
+        usable = finite & (drafted > 0)
+        self._ignored_steps += finite.size - int(np.count_nonzero(finite))
+
+        self._history.append(slots, drafted, accepted, temperature, verified, observation.kld, kld_sum, kld_max, usable)
+        recent = self._history.recent(slots)
+        self._unbooked.append(
+            _Measured(seats.groups, slots, drafted, usable, kld_sum, overlap_sum, kld_max, capped, recent)
+        )
+        if len(self._unbooked) >= UNBOOKED:
+            self._book()
+        if seats.reads_confidence:
+            self._acceptance.learn(Verification(slots, drafted, accepted, overlap), temperature)
         else:
             self._acceptance.waiting = False
-        self._tell(groups, slots, drafted, accepted, time)
+        self._tell(seats, drafted, accepted, time)
 
-    def _tell(
-        self,
-        groups: list[tuple[Policy, Tensor | slice]],
-        slots: Tensor,
-        drafted: Tensor,
-        accepted: Tensor,
-        time: StepTime,
-    ) -> None:
+    def _tell(self, seats: _Seats, drafted: Ints, accepted: Ints, time: StepTime) -> None:
         """Tell the policies how the step went."""
-        size = slots.numel()
+        size = seats.slots.size
         plain_ms = self._cost.verify(size)
-        for policy, part in groups:
+        for policy, part in seats.groups:
             policy.observe(
                 Step(
-                    slots=slots[part],
+                    slots=seats.slots[part],
                     drafted=drafted[part],
                     accepted=accepted[part],
                     size=size,
@@ -382,48 +444,46 @@ class Controller:
                 )
             )
 
-    def _verify(
-        self, slots: Tensor, drafted: Tensor, accepted: Tensor, temperature: Tensor, row: Tensor, overlap: Tensor
-    ) -> None:
-        """Teach the acceptance models; overlap: [N] of the positions that `row` [N] owns."""
-        depth = int(drafted.max())
-        table = torch.full((slots.numel(), depth), math.nan, dtype=torch.float64)
-        position = torch.arange(row.numel()) - (drafted.cumsum(0) - drafted).index_select(0, row)
-        table[row, position] = overlap
-        self._acceptance.learn(Verification(slots, drafted, accepted, table), temperature)
-
     def _straggle(self, plan: SpeculationPlan, draft_step_ms: float, depth: int) -> None:
-        lengths = [min(length, depth) for length in plan.lengths.values()]
-        if len(lengths) < 2:
+        ids = tuple(plan.lengths)
+        planned = list(plan.lengths.values())
+        if len(planned) < 2 or min(planned) >= min(depth, max(planned)):
             return
-        second, longest = sorted(lengths)[-2:]
-        requests = [self._requests.get(request_id) for request_id in plan.lengths]
-        running = [
-            (r.slot, length)
-            for r, length in zip(requests, lengths, strict=True)
-            if r is not None and r.slot is not None
-        ]
-        if not running:
-            return
-        slots = [slot for slot, _ in running]
-        wait = [(longest - length) * draft_step_ms for _, length in running]
-        self._figures.straggle(torch.tensor(slots), torch.tensor(wait, dtype=torch.float64))
-        if longest > second and 0.0 in wait:
-            caused = (longest - second) * draft_step_ms * (len(lengths) - 1)
-            self._figures.blame(slots[wait.index(0.0)], caused)
+        lengths = np.minimum(np.array(planned), depth)
+        second, longest = np.partition(lengths, -2)[-2:].tolist()
+        seats = self._seats.get(ids)
+        if seats is not None:
+            slots, running = seats.slots, lengths
+        else:
+            held = [r.slot if (r := self._requests.get(i)) else None for i in ids]
+            here = np.array([slot is not None for slot in held])
+            slots, running = np.array([slot for slot in held if slot is not None], dtype=np.int64), lengths[here]
+        self._figures.straggle(slots, (longest - running) * draft_step_ms)
+        culprits = slots[running == longest]
+        if longest > second and culprits.size:
+            self._figures.blame(int(culprits[0]), (longest - second) * draft_step_ms * (len(lengths) - 1))
 
 
-def _keep(observation: StepObservation, kept: Tensor, row: Tensor) -> tuple[StepObservation, Tensor, Tensor]:
-    """The observation of the requests where kept [R] is true, its draft counts and the owner of each position."""
-    positions = kept.index_select(0, row)
-    drafted = observation.num_draft_tokens[kept]
-    part = StepObservation(
-        request_ids=observation.request_ids,
-        num_draft_tokens=drafted,
+def _signals(groups: list[tuple[Policy, Ints | slice]], recent: Recent) -> Signals:
+    """The signals of R requests, each by its own policy."""
+    if len(groups) == 1:
+        return groups[0][0].signals(recent)
+    factor, ratio = np.empty((2, recent.count.size))
+    for policy, part in groups:
+        signals = policy.signals(recent.of(part))
+        factor[part], ratio[part] = signals.scale_factor, signals.wvir
+    return Signals(factor, ratio)
+
+
+def _keep(observation: StepObservation, kept: Bools) -> StepObservation:
+    """The observation of the requests where kept [R] is true."""
+    positions = np.repeat(kept, observation.num_draft_tokens)
+    return replace(
+        observation,
+        request_ids=tuple([i for i, keep in zip(observation.request_ids, kept.tolist(), strict=True) if keep]),
+        num_draft_tokens=observation.num_draft_tokens[kept],
         num_accepted_tokens=observation.num_accepted_tokens[kept],
         kld=observation.kld[positions],
         overlap=observation.overlap[positions],
         temperature=observation.temperature[kept],
-        draft_step_ms=observation.draft_step_ms,
     )
-    return part, drafted, torch.repeat_interleave(drafted)

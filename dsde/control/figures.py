@@ -5,9 +5,9 @@ One preallocated block; a row belongs to a slot. A preempted request's row is pa
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Bools, Floats, Ints
 from dsde.control.records import RequestSpeculation
 
 __all__ = ["Figures"]
@@ -19,64 +19,68 @@ __all__ = ["Figures"]
 """Columns of the block: sums, then maxima, then latest values, so that each kind is updated by one operation."""
 
 COLUMNS = 17
-EMPTY = torch.zeros(COLUMNS, dtype=torch.float64)
+EMPTY = np.zeros(COLUMNS)
 
 
 class Figures:
     """Sums, maxima and latest values per slot, float64 so that long answers lose nothing."""
 
     def __init__(self, capacity: int) -> None:
-        self._block = torch.zeros(capacity, COLUMNS, dtype=torch.float64)
+        self._block = np.zeros((capacity, COLUMNS))
 
-    def put(self, slot: int, row: Tensor | None = None) -> None:
+    def put(self, slot: int, row: Floats | None = None) -> None:
         """Start a slot from nothing, or from a row that take() returned."""
         self._block[slot] = EMPTY if row is None else row
 
-    def take(self, slot: int) -> Tensor:
+    def take(self, slot: int) -> Floats:
         """A copy of the slot's row, [COLUMNS]."""
-        return self._block[slot].clone()
+        return self._block[slot].copy()
 
     def measure(
         self,
-        slots: Tensor,
-        drafted: Tensor,
-        usable: Tensor,
-        kld_sum: Tensor,
-        overlap_sum: Tensor,
-        kld_max: Tensor,
-        wvir: Tensor,
-        stable: Tensor,
-        capped: Tensor,
+        slots: Ints,
+        drafted: Ints,
+        usable: Bools,
+        kld_sum: Floats,
+        overlap_sum: Floats,
+        kld_max: Floats,
+        capped: Floats,
+        wvir: Floats,
+        stable: Bools,
     ) -> None:
-        """Add one verification step of R distinct slots; all [R]. Signals count where `usable`; capped: 0 or 1."""
-        lengths = drafted.double()
-        none = torch.zeros_like(lengths)
-        signals = torch.stack((kld_sum, lengths, overlap_sum, torch.ones_like(lengths), wvir, stable.double()))
-        always = torch.stack((torch.ones_like(lengths), (drafted == 0).double(), lengths))
-        sums = torch.cat((always, torch.where(usable, signals, none), capped.unsqueeze(0)))
-        self._block[:, STEPS : CAPPED + 1].index_add_(0, slots, sums.t())
+        """Add verification steps; all [R], a slot stands there once for each of its steps, oldest first.
 
-        highest = self._block[:, LENGTH_MAX:].index_select(0, slots).unbind(1)
-        new = torch.stack(
-            (
-                torch.maximum(highest[0], lengths),
-                torch.where(usable, torch.maximum(highest[1], kld_max), highest[1]),
-                torch.where(usable, kld_sum / lengths, highest[2]),
-                torch.where(usable, wvir, highest[3]),
-            ),
-            dim=1,
-        )
-        self._block[:, LENGTH_MAX:].index_copy_(0, slots, new)
+        Signals count where `usable`; capped: 0 or 1.
+        """
+        new = np.empty((CAPPED + 1, slots.size))
+        new[STEPS] = 1.0
+        new[STEPS_OFF] = drafted == 0
+        new[DRAFTED] = new[POSITIONS] = drafted
+        new[KLD_SUM] = kld_sum
+        new[OVERLAP_SUM] = overlap_sum
+        new[MEASURED] = 1.0
+        new[WVIR_SUM] = wvir
+        new[STABLE] = stable
+        new[KLD_SUM:CAPPED, ~usable] = 0.0
+        new[CAPPED] = capped
+        np.add.at(self._block[:, : CAPPED + 1], slots, new.T)
+        np.maximum.at(self._block[:, LENGTH_MAX], slots, drafted)
+        measured = slots[usable]
+        np.maximum.at(self._block[:, KLD_MAX], measured, kld_max[usable])
+        # Where a slot stands more than once, numpy keeps the last value.
+        self._block[measured, KLD_LAST] = kld_sum[usable] / drafted[usable]
+        self._block[measured, WVIR_LAST] = wvir[usable]
 
-    def rest(self, slots: Tensor, capped: Tensor) -> None:
+    def rest(self, slots: Ints, capped: Floats) -> None:
         """Add one step in which none of R distinct slots verified a draft; capped: [R], 0 or 1."""
-        ones = torch.ones_like(capped)
-        self._block[:, STEPS : STEPS_OFF + 1].index_add_(0, slots, torch.stack((ones, ones), dim=1))
-        self._block[:, CAPPED].index_add_(0, slots, capped)
+        rows = self._block.take(slots, 0)
+        rows[:, STEPS : STEPS_OFF + 1] += 1.0
+        rows[:, CAPPED] += capped
+        self._block[slots] = rows
 
-    def straggle(self, slots: Tensor, wait_ms: Tensor) -> None:
-        """Add the time each of slots [B] waited for longer drafts, wait_ms [B]."""
-        self._block[:, WAIT_MS].index_add_(0, slots, wait_ms)
+    def straggle(self, slots: Ints, wait_ms: Floats) -> None:
+        """Add the time each of the distinct slots [B] waited for longer drafts, wait_ms [B]."""
+        self._block[slots, WAIT_MS] += wait_ms
 
     def blame(self, slot: int, caused_ms: float) -> None:
         """Book one step in which the slot's request alone was the longest, and the time it made the others wait."""
@@ -84,7 +88,7 @@ class Figures:
         self._block[slot, STRAGGLER] += 1.0
 
     @staticmethod
-    def summary(row: Tensor, policy: str, length_limit: int) -> RequestSpeculation:
+    def summary(row: Floats, policy: str, length_limit: int) -> RequestSpeculation:
         """The record of a row [COLUMNS]; None where nothing was measured."""
         figure = row.tolist()
         steps, positions, measured = figure[STEPS], figure[POSITIONS], figure[MEASURED]

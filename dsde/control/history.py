@@ -1,22 +1,25 @@
-"""What the controller remembers of each running request: its newest KLDs and its calibration, in preallocated tensors.
+"""What the controller remembers of each running request: its newest KLDs and its calibration, in preallocated arrays.
 
 A request owns one slot. Every operation works on many slots at once and loops over neither requests nor positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from dsde.control.arrays import Bools, Floats, Ints, Numbers
 
 __all__ = ["WINDOW", "History", "Recent"]
 
 WINDOW = 30
 """KLDs kept per request: the longest window of the paper, in verified positions."""
 
+(HEAD, FILLED, VERIFIED, ACCEPTED_MAX, PRE_SUM, PRE_COUNT, PRE_MAX, FULL_STEPS, LAST, TEMPERATURE, WARMUP) = range(11)
 COLUMNS = 11
-WARMUP = 10
 """A slot's state is one row, so that a step gathers and writes it with one operation each:
 
 ring head, KLDs in the ring, draft tokens verified; of the calibration SL_A,max, KLD sum, count and maximum, and fully
@@ -35,15 +38,28 @@ class Recent:
     kld_mean_pre, kld_max_pre: [B], nats, over the calibration; 0 where nothing was measured.
     """
 
-    kld: Tensor
-    count: Tensor
-    kld_last: Tensor
-    temperature: Tensor
-    calibrating: Tensor
-    accepted_max: Tensor
-    full_steps: Tensor
-    kld_mean_pre: Tensor
-    kld_max_pre: Tensor
+    kld: Floats
+    count: Ints
+    kld_last: Floats
+    temperature: Floats
+    calibrating: Bools
+    accepted_max: Floats
+    full_steps: Floats
+    kld_mean_pre: Floats
+    kld_max_pre: Floats
+
+    @classmethod
+    def join(cls, parts: Sequence[Recent]) -> Recent:
+        """One after the other."""
+        return cls(*(np.concatenate(column) for column in zip(*(part._columns for part in parts), strict=True)))
+
+    def of(self, part: Ints | slice) -> Recent:
+        """The requests at positions `part`."""
+        return Recent(*(column[part] for column in self._columns))
+
+    @property
+    def _columns(self) -> list[np.ndarray]:
+        return [getattr(self, name) for name in self.__slots__]
 
 
 class History:
@@ -54,11 +70,9 @@ class History:
             raise ValueError(f"capacity {capacity}: give at least 1 request")
         self.capacity = capacity
         # Each KLD stands twice, WINDOW apart, so that the newest WINDOW are one run wherever the ring's head is.
-        # The row after the last slot takes the writes of positions that are not kept.
-        self._ring = torch.zeros((capacity + 1) * 2 * WINDOW, dtype=torch.float64)
-        self._runs = self._ring.unfold(0, WINDOW, 1)
-        self._nowhere = torch.tensor(capacity * 2 * WINDOW)
-        self._state = torch.zeros(capacity, COLUMNS, dtype=torch.float64)
+        self._ring = np.zeros(capacity * 2 * WINDOW)
+        self._runs = sliding_window_view(self._ring, WINDOW)
+        self._state = np.zeros((capacity, COLUMNS))
         self._free = list(range(capacity - 1, -1, -1))
 
     @property
@@ -82,72 +96,84 @@ class History:
         """Give a slot back; its content is forgotten."""
         self._free.append(slot)
 
-    def set_warmup(self, slots: Tensor, warmup_tokens: int) -> None:
+    def set_warmup(self, slots: Ints, warmup_tokens: int) -> None:
         """Change where the calibration of slots [B] ends; the draft tokens verified so far count towards it."""
-        self._state[slots, WARMUP] = float(warmup_tokens)
+        self._state[slots, WARMUP] = warmup_tokens
 
     def append(
         self,
-        slots: Tensor,
-        drafted: Tensor,
-        accepted: Tensor,
-        temperature: Tensor,
-        row: Tensor,
-        kld: Tensor,
-        kld_sum: Tensor,
-        kld_max: Tensor,
-        usable: Tensor,
+        slots: Ints,
+        drafted: Ints,
+        accepted: Ints,
+        temperature: Numbers,
+        verified: Bools,
+        kld: Numbers,
+        kld_sum: Floats,
+        kld_max: Floats,
+        usable: Bools,
     ) -> None:
         """Add one verification step of R distinct slots.
 
-        slots, drafted, accepted: [R] int64. temperature: [R]. row: [N] int64, ascending, the r that owns each position.
-        kld: [N] nats. kld_sum, kld_max: [R] float64, per request. usable: [R] bool; a request that is not usable keeps
-        its signals, but its draft tokens still count towards the calibration. Only the newest WINDOW positions stay.
+        slots, drafted, accepted: [R] int64. temperature: [R]. verified: [R, K] bool, the first drafted[r] of row r, K
+        the longest. kld: [N] nats, at the positions of `verified`, row by row. kld_sum, kld_max: [R] float64, per
+        request. usable: [R] bool; a request that is not usable keeps its signals, but its draft tokens still count
+        towards the calibration. Only the newest WINDOW positions stay.
         """
-        head, filled, verified, accepted_max, pre_sum, pre_count, pre_max, full_steps, last, _, warmup = (
-            self._state.index_select(0, slots).unbind(1)
-        )
-        count = torch.where(usable, drafted, 0)
-        start = head.long()
-
-        position = torch.arange(row.numel()) - (drafted.cumsum(0) - drafted).index_select(0, row)
-        age = drafted.index_select(0, row) - position
-        cell = slots.index_select(0, row) * (2 * WINDOW) + (start.index_select(0, row) + position) % WINDOW
-        cell = torch.where(usable.index_select(0, row) & (age <= WINDOW), cell, self._nowhere)
+        state = self._state.take(slots, 0)
+        head = state[:, HEAD].astype(np.int64)
+        depth = verified.shape[1]
+        step = np.arange(depth)
+        cells = head[:, None] + step
+        cells %= WINDOW
+        cells += (slots * (2 * WINDOW))[:, None]
+        count = drafted
+        every = np.count_nonzero(usable) == np.count_nonzero(drafted)
+        if every and depth <= WINDOW:
+            cell = cells[verified]
+        else:
+            kept = usable[:, None] & (drafted[:, None] - step <= WINDOW)
+            kld = kld[kept[verified]]
+            cell = cells[verified & kept]
+            count = drafted * usable
         self._ring[cell] = kld
-        self._ring[cell + WINDOW] = kld
+        cell += WINDOW
+        self._ring[cell] = kld
 
-        warm = verified < warmup
+        warm = state[:, VERIFIED] < state[:, WARMUP]
+        if np.count_nonzero(warm):
+            self._calibrate(state, warm, drafted, accepted, kld_sum, kld_max, usable)
+        head += count
+        head %= WINDOW
+        state[:, HEAD] = head
+        np.minimum(state[:, FILLED] + count, WINDOW, out=state[:, FILLED])
+        state[:, VERIFIED] += drafted
+        np.divide(kld_sum, drafted, out=state[:, LAST], where=usable)
+        state[:, TEMPERATURE] = temperature
+        self._state[slots] = state
+
+    @staticmethod
+    def _calibrate(
+        state: Floats, warm: Bools, drafted: Ints, accepted: Ints, kld_sum: Floats, kld_max: Floats, usable: Bools
+    ) -> None:
+        """Add the step to the calibration of the rows of `state` that are `warm`."""
         measured = usable & warm
-        full = (drafted > 0) & (accepted == drafted)
-        new = (
-            (start + count) % WINDOW,
-            (filled + count).clamp_(max=WINDOW),
-            verified + drafted,
-            torch.where(warm, torch.maximum(accepted_max, accepted), accepted_max),
-            torch.where(measured, pre_sum + kld_sum, pre_sum),
-            torch.where(measured, pre_count + count, pre_count),
-            torch.where(measured, torch.maximum(pre_max, kld_max), pre_max),
-            full_steps + (warm & full),
-            torch.where(usable, kld_sum / count, last),
-            temperature,
-            warmup,
-        )
-        self._state.index_copy_(0, slots, torch.stack([column.double() for column in new], dim=1))
+        np.maximum(state[:, ACCEPTED_MAX], accepted, out=state[:, ACCEPTED_MAX], where=warm)
+        np.add(state[:, PRE_SUM], kld_sum, out=state[:, PRE_SUM], where=measured)
+        np.add(state[:, PRE_COUNT], drafted, out=state[:, PRE_COUNT], where=measured)
+        np.maximum(state[:, PRE_MAX], kld_max, out=state[:, PRE_MAX], where=measured)
+        state[:, FULL_STEPS] += warm & (drafted > 0) & (accepted == drafted)
 
-    def recent(self, slots: Tensor) -> Recent:
+    def recent(self, slots: Ints) -> Recent:
         """The history of slots [B], KLDs in order of age."""
-        head, filled, verified, accepted_max, pre_sum, pre_count, pre_max, full_steps, last, temperature, warmup = (
-            self._state.index_select(0, slots).unbind(1)
-        )
+        state = self._state.take(slots, 0)
         return Recent(
-            kld=self._runs.index_select(0, slots * (2 * WINDOW) + head.long()),
-            count=filled.long(),
-            kld_last=last,
-            temperature=temperature,
-            calibrating=verified < warmup,
-            accepted_max=accepted_max,
-            full_steps=full_steps,
-            kld_mean_pre=pre_sum / pre_count.clamp(min=1.0),
-            kld_max_pre=pre_max,
+            kld=self._runs[slots * (2 * WINDOW) + state[:, HEAD].astype(np.int64)],
+            count=state[:, FILLED].astype(np.int64),
+            kld_last=state[:, LAST],
+            temperature=state[:, TEMPERATURE],
+            calibrating=state[:, VERIFIED] < state[:, WARMUP],
+            accepted_max=state[:, ACCEPTED_MAX],
+            full_steps=state[:, FULL_STEPS],
+            kld_mean_pre=state[:, PRE_SUM] / np.maximum(state[:, PRE_COUNT], 1.0),
+            kld_max_pre=state[:, PRE_MAX],
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
-__all__ = ["Logistic"]
+from dsde.control.arrays import Floats
+
+__all__ = ["Logistic", "logit", "sigmoid"]
 
 PRECISION = 4.0
 FORGETTING = 0.998
@@ -13,25 +14,43 @@ DAMPING = 0.5
 LEAST_CURVATURE = 0.02
 
 
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + e^-x), elementwise; `x` itself becomes the result."""
+    np.negative(x, out=x)
+    np.exp(x, out=x)
+    x += 1.0
+    return np.reciprocal(x, out=x)
+
+
+def logit(p: Floats, eps: float) -> Floats:
+    """ln(p / (1 - p)), elementwise, of probabilities brought into eps..1 - eps; NaN stays NaN."""
+    p = np.maximum(p, eps)
+    np.minimum(p, 1.0 - eps, out=p)
+    odds = 1.0 - p
+    np.divide(p, odds, out=odds)
+    return np.log(odds, out=odds)
+
+
 class Logistic:
     """Online logistic regression by damped Newton steps: A <- .998 A + sum h x x^T, w += (A + .5 I)^-1 sum (y - p) x.
 
-    h = max(.02, p (1 - p)). prior: [F], the weights before any data; A starts at 4 I.
+    h = max(.02, p (1 - p)). weights: [F] float64, those before any data; they are changed in place. A starts at 4 I.
     """
 
-    def __init__(self, prior: Tensor) -> None:
-        self.weights = prior.double().clone()
-        self._curvature = PRECISION * torch.eye(prior.numel(), dtype=torch.float64)
-        self._damping = DAMPING * torch.eye(prior.numel(), dtype=torch.float64)
+    def __init__(self, weights: Floats) -> None:
+        self.weights = weights
+        self._curvature = PRECISION * np.eye(weights.size)
+        self._damping = DAMPING * np.eye(weights.size)
 
-    def predict(self, features: Tensor) -> Tensor:
+    def predict(self, features: Floats) -> Floats:
         """Probability of each row of features [..., F]."""
-        return torch.sigmoid(features @ self.weights)
+        return sigmoid(features @ self.weights)
 
-    def learn(self, features: Tensor, labels: Tensor, weight: Tensor, steps: int = 1) -> None:
+    def learn(self, features: Floats, labels: Floats, weight: Floats, steps: int = 1) -> None:
         """Take rows [N, F] with labels [N] in 0..1 and weights [N] in 0..1, gathered over `steps` decoding steps."""
         p = self.predict(features)
-        scaled = features * (weight * (p * (1.0 - p)).clamp_(min=LEAST_CURVATURE)).unsqueeze(1)
-        self._curvature.mul_(FORGETTING**steps).addmm_(scaled.t(), features)
-        gradient = features.t() @ (weight * (labels - p))
-        self.weights += torch.linalg.solve(self._curvature + self._damping, gradient)
+        scaled = features * (weight * np.maximum(p * (1.0 - p), LEAST_CURVATURE))[:, None]
+        self._curvature *= FORGETTING**steps
+        self._curvature += scaled.T @ features
+        gradient = (weight * (labels - p)) @ features
+        self.weights += np.linalg.solve(self._curvature + self._damping, gradient)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
-from torch import Tensor
+import numpy as np
+
+from dsde.control.arrays import Floats
 
 __all__ = ["Costs", "Price", "best_price"]
 
@@ -32,7 +33,7 @@ class Price:
     depth: int
 
 
-def best_price(survival: Tensor, share: Tensor, requests: int, costs: Costs) -> Price:
+def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> Price:
     """Dinkelbach's iteration on rate = E / T over depths.
 
     survival: [B, L], chance that the slot and all before it are accepted; 0 where the request has no room. share:
@@ -42,22 +43,25 @@ def best_price(survival: Tensor, share: Tensor, requests: int, costs: Costs) -> 
     """
     rate, depth = requests / costs.plain, 0
     resolved = share * survival
-    unresolved = survival - resolved
-    sure = resolved.sum(0).tolist()
-    for _ in range(ITERATIONS):
+    sure = np.add.reduce(resolved, 0)
+    # Tokens and counts that the threshold decides, one above the other.
+    unresolved = np.empty((2, *survival.shape))
+    np.subtract(survival, resolved, out=unresolved[0])
+    np.subtract(1.0, share, out=unresolved[1])
+    draft_ms = costs.draft * np.arange(1.0, survival.shape[1] + 1.0)
+    for _ in range(ITERATIONS if draft_ms.size else 0):
         threshold = rate * costs.token
-        taken = survival > threshold
-        open_gain = (unresolved * taken).sum(0).tolist()
-        open_count = ((1.0 - share) * taken).sum(0).tolist()
-        emitted = [s + g for s, g in zip(sure, open_gain, strict=True)]
-        count = [s + c for s, c in zip(sure, open_count, strict=True)]
-        value = list(accumulate(e - threshold * c - rate * costs.draft for e, c in zip(emitted, count, strict=True)))
-        best = max(value, default=0.0)
-        if best <= 0.0:
+        expected = np.add.reduce(unresolved * (survival > threshold), 1)
+        expected += sure
+        emitted, count = np.add.accumulate(expected, 1)
+        value = emitted - threshold * count
+        value -= rate * draft_ms
+        best = int(value.argmax())
+        if value[best] <= 0.0:
             break
-        depth = value.index(best) + 1
-        tokens = requests + sum(emitted[:depth])
-        time = costs.plain + costs.token * sum(count[:depth]) + costs.draft * depth
+        depth = best + 1
+        tokens = requests + float(emitted[best])
+        time = costs.plain + costs.token * float(count[best]) + costs.draft * depth
         if tokens / time <= rate * (1.0 + 1e-6):
             break
         rate = tokens / time

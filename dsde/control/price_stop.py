@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from dsde.control.acceptance import CLIP
+from dsde.control.arrays import Bools, Floats, Numbers
+from dsde.control.prediction import logit, sigmoid
 from dsde.control.records import DraftStop
 
 __all__ = ["PriceStop"]
@@ -23,31 +25,29 @@ class PriceStop:
     """
 
     rows: Mapping[str, int]
-    after: Tensor
-    onward: Tensor
-    own: Tensor
+    after: Floats
+    onward: Floats
+    own: Floats
     threshold: float
     step_price: float
-    survival: Tensor | None = None
+    survival: Floats | None = None
 
     def bind(self, request_ids: Sequence[str]) -> DraftStop:
         """The rule in batch order, with every request alive; one that it does not know adds nothing."""
-        row = torch.tensor([self.rows.get(i, -1) for i in request_ids])
-        index = row.clamp(min=0)
-        own, after, onward = (t.index_select(0, index) for t in (self.own, self.after, self.onward))
-        return replace(self, after=after, onward=onward, own=own, survival=(row >= 0).double())
+        row = np.array([self.rows.get(i, -1) for i in request_ids], dtype=np.int64)
+        index = np.maximum(row, 0)
+        own, after, onward = (values.take(index, 0) for values in (self.own, self.after, self.onward))
+        return replace(self, after=after, onward=onward, own=own, survival=(row >= 0).astype(np.float64))
 
-    def goes_on(self, step: int, top_prob: Tensor, entropy: Tensor) -> Tensor:
+    def goes_on(self, step: int, top_prob: Numbers, entropy: Numbers) -> Bools:
         """All requests or none, for a draft step costs the same for one as for all."""
         assert self.survival is not None, "bind() comes before goes_on()"
-        top = torch.logit(top_prob.double().cpu().nan_to_num_(0.5), eps=CLIP)
-        spread = entropy.double().cpu().nan_to_num_(1.0) - 1.0
-        said = torch.stack((torch.ones_like(top), top, spread, self.own), dim=1)
-        position = torch.log(torch.tensor([step + 1.0, step + 2.0], dtype=torch.float64))
+        top = logit(np.nan_to_num(top_prob.astype(np.float64), nan=0.5), CLIP)
+        spread = np.nan_to_num(entropy.astype(np.float64), nan=1.0) - 1.0
         now, next_ = (
-            torch.sigmoid((said * w[:, :4]).sum(1) + w[:, 4] * at)
-            for w, at in zip((self.after, self.onward), position, strict=True)
+            sigmoid(w[:, 0] + w[:, 1] * top + w[:, 2] * spread + w[:, 3] * self.own + w[:, 4] * math.log(position))
+            for w, position in ((self.after, step + 1.0), (self.onward, step + 2.0))
         )
-        self.survival.mul_(now)
-        worth = (self.survival * next_ - self.threshold).clamp_(min=0.0).sum()
-        return (worth > self.step_price).expand(top.shape[0])
+        np.multiply(self.survival, now, out=self.survival)
+        worth = np.maximum(self.survival * next_ - self.threshold, 0.0).sum()
+        return np.full(top.size, worth > self.step_price)

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
+from dsde.control.arrays import Bools, Ints, Numbers
 
 __all__ = ["DraftStop", "RequestSpeculation", "SpeculationPlan", "StepObservation"]
 
 
 class DraftStop(Protocol):
-    """Decides inside the draft loop, on the drafter's device; it pickles, since it travels with the plan."""
+    """Decides inside the draft loop, on the host; it pickles, since it travels with the plan."""
 
     def bind(self, request_ids: Sequence[str]) -> DraftStop:
         """The rule for the requests of one drafting in batch order: call it once before the loop, and use its answer.
@@ -24,7 +24,7 @@ class DraftStop(Protocol):
         Requests that it does not know want no draft tokens.
         """
 
-    def goes_on(self, step: int, top_prob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    def goes_on(self, step: int, top_prob: Numbers, entropy: Numbers) -> Bools:
         """[B] bool after draft step `step` (0-based): which requests want another draft token.
 
         top_prob: [B], max_v q of the step. entropy: [B], H(q) in nats. Requests are in batch order, which is the order
@@ -75,15 +75,15 @@ class StepObservation:
     """
 
     request_ids: tuple[str, ...]
-    num_draft_tokens: torch.Tensor
-    num_accepted_tokens: torch.Tensor
-    kld: torch.Tensor
-    overlap: torch.Tensor
-    temperature: torch.Tensor
+    num_draft_tokens: Ints
+    num_accepted_tokens: Ints
+    kld: Numbers
+    overlap: Numbers
+    temperature: Numbers
     draft_step_ms: float | None = None
     draft_ids: tuple[str, ...] = ()
-    draft_top_prob: torch.Tensor | None = None
-    draft_entropy: torch.Tensor | None = None
+    draft_top_prob: Numbers | None = None
+    draft_entropy: Numbers | None = None
     step_ms: float | None = None
     num_tokens: int = 0
     has_prefill: bool = False

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, cycle
 from typing import Any
 
-import torch
+import numpy as np
 
+from dsde.control.arrays import Numbers
 from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan, StepObservation
 from dsde.control.trace import RequestTrace, Round, Trace
@@ -233,11 +234,11 @@ def _step(
     controller.observe(
         StepObservation(
             request_ids=ids,
-            num_draft_tokens=torch.tensor([len(kept) for kept in verified], dtype=torch.int64),
-            num_accepted_tokens=torch.tensor(accepted, dtype=torch.int64),
-            kld=torch.tensor([r.kld[i] for r, i in flat], dtype=torch.float32),
-            overlap=torch.tensor([r.overlap[i] for r, i in flat], dtype=torch.float32),
-            temperature=torch.tensor([stream.temperature for stream in running], dtype=torch.float32),
+            num_draft_tokens=np.array([len(kept) for kept in verified], dtype=np.int64),
+            num_accepted_tokens=np.array(accepted, dtype=np.int64),
+            kld=np.array([r.kld[i] for r, i in flat], dtype=np.float32),
+            overlap=np.array([r.overlap[i] for r, i in flat], dtype=np.float32),
+            temperature=np.array([stream.temperature for stream in running], dtype=np.float32),
             draft_step_ms=step_ms if depth else None,
             draft_ids=ids if depth else (),
             draft_top_prob=top if depth else None,
@@ -272,23 +273,24 @@ def _step(
 
 def _draft(
     plan: SpeculationPlan, ids: Sequence[str], slots: Sequence[Sequence[tuple[Round, int]]]
-) -> tuple[int, torch.Tensor, torch.Tensor]:
+) -> tuple[int, Numbers, Numbers]:
     """Draft steps that run, and the confidences [B, D] of each; a request at its end repeats an even guess."""
     columns = [[s[j] if j < len(s) else None for s in slots] for j in range(plan.depth)]
-    top = torch.tensor([[s[0].top_prob[s[1]] if s else 0.5 for s in column] for column in columns])
-    entropy = torch.tensor([[s[0].entropy[s[1]] if s else 1.0 for s in column] for column in columns])
+    top = np.array([[s[0].top_prob[s[1]] if s else 0.5 for s in column] for column in columns], dtype=np.float32)
+    entropy = np.array([[s[0].entropy[s[1]] if s else 1.0 for s in column] for column in columns], dtype=np.float32)
     depth = plan.depth
     if depth and plan.stop is not None:
         rule = plan.stop.bind(ids)
-        going = torch.ones(len(ids), dtype=torch.bool)
+        going = np.ones(len(ids), dtype=np.bool_)
         for step in range(depth):
             going &= rule.goes_on(step, top[step], entropy[step])
-            if not bool(going.any()):
+            if not going.any():
                 depth = step + 1
                 break
     if not depth:
-        return 0, torch.empty(len(ids), 0), torch.empty(len(ids), 0)
-    return depth, top[:depth].t().contiguous(), entropy[:depth].t().contiguous()
+        nothing = np.empty((len(ids), 0), dtype=np.float32)
+        return 0, nothing, nothing
+    return depth, top[:depth].T.copy(), entropy[:depth].T.copy()
 
 
 class Oracle:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Bools, Numbers
 from dsde.control.records import DraftStop
 
 __all__ = ["combine"]
@@ -15,10 +15,10 @@ __all__ = ["combine"]
 
 def combine(parts: Sequence[tuple[DraftStop | None, Sequence[str]]], lengths: Mapping[str, int]) -> DraftStop | None:
     """One rule for a batch of parts (rule, request ids); a part without a rule drafts its planned lengths."""
-    if all(rule is None for rule, _ in parts):
-        return None
     if len(parts) == 1:
         return parts[0][0]
+    if all(rule is None for rule, _ in parts):
+        return None
     return _MixedStop(tuple((rule, tuple(ids)) for rule, ids in parts), dict(lengths))
 
 
@@ -37,10 +37,10 @@ class _MixedStop:
             bound.append((rule and rule.bind(here), tuple(rows[i] for i in here)))
         return replace(self, bound=tuple(bound), planned=tuple(self.lengths.get(i, 0) for i in request_ids))
 
-    def goes_on(self, step: int, top_prob: Tensor, entropy: Tensor) -> Tensor:
-        wanted = torch.tensor(self.planned, device=top_prob.device) > step + 1
+    def goes_on(self, step: int, top_prob: Numbers, entropy: Numbers) -> Bools:
+        wanted = np.array(self.planned) > step + 1
         for rule, rows in self.bound:
             if rule is not None and rows:
-                index = torch.tensor(rows, device=top_prob.device)
+                index = list(rows)
                 wanted[index] &= rule.goes_on(step, top_prob[index], entropy[index])
         return wanted

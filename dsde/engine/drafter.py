@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dsde.control.records import DraftStop, SpeculationPlan
-from dsde.control.signals import confidence
+from dsde.engine.signals import confidence
 
 __all__ = ["DraftEnded", "DraftRecord"]
 
@@ -51,8 +51,11 @@ class DraftRecord:
         self._top_prob.append(top_prob)
         self._entropy.append(entropy)
         step = len(self._steps) - 1
-        if self._stop is not None and step + 1 < self._depth and not self._stop.goes_on(step, top_prob, entropy).any():
-            raise DraftEnded
+        if self._stop is not None and step + 1 < self._depth:
+            # Rules run on the host; both signals come in one copy.
+            said = torch.stack((top_prob, entropy)).cpu().numpy()
+            if not self._stop.goes_on(step, said[0], said[1]).any():
+                raise DraftEnded
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from dsde.control.arrays import Numbers
 from dsde.control.records import SpeculationPlan, StepObservation
 
 __all__ = [
@@ -112,31 +114,30 @@ def observation(
         drafted.append(len(scheduled.scheduled_spec_decode_tokens.get(request_id, ())))
         accepted.append(len(emitted) - 1)
         temperature.append(request.sampling_params.temperature)
-    count = torch.tensor(drafted, dtype=torch.int64)
     kld, overlap = _positions(report, ids, drafted)
     return StepObservation(
         request_ids=tuple(ids),
-        num_draft_tokens=count,
-        num_accepted_tokens=torch.tensor(accepted, dtype=torch.int64),
+        num_draft_tokens=np.array(drafted, dtype=np.int64),
+        num_accepted_tokens=np.array(accepted, dtype=np.int64),
         kld=kld,
         overlap=overlap,
-        temperature=torch.tensor(temperature, dtype=torch.float32),
+        temperature=np.array(temperature, dtype=np.float32),
         draft_step_ms=report.draft_step_ms,
         catch_up_ms=report.catch_up_ms,
         draft_ids=report.draft_ids,
-        draft_top_prob=report.draft_top_prob,
-        draft_entropy=report.draft_entropy,
+        draft_top_prob=None if report.draft_top_prob is None else report.draft_top_prob.numpy(),
+        draft_entropy=None if report.draft_entropy is None else report.draft_entropy.numpy(),
         step_ms=report.step_ms,
         num_tokens=scheduled.total_num_scheduled_tokens,
         has_prefill=len(ids) < len(scheduled.num_scheduled_tokens),
     )
 
 
-def _positions(report: WorkerReport, ids: list[str], drafted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(report: WorkerReport, ids: list[str], drafted: list[int]) -> tuple[Numbers, Numbers]:
     """Reorder the report's ragged positions to `ids`; NaN where the report lacks a request or counts other drafts."""
     total = sum(drafted)
-    kld = torch.full((total,), torch.nan)
-    overlap = torch.full((total,), torch.nan)
+    kld = np.full(total, np.nan, dtype=np.float32)
+    overlap = kld.copy()
     if report.kld is None or report.overlap is None:
         return kld, overlap
     spans: dict[str, tuple[int, int]] = {}
@@ -153,6 +154,6 @@ def _positions(report: WorkerReport, ids: list[str], drafted: list[int]) -> tupl
             target += range(start, start + length)
             source += range(begin, begin + length)
         start += length
-    kld[target] = report.kld[source]
-    overlap[target] = report.overlap[source]
+    kld[target] = report.kld.numpy()[source]
+    overlap[target] = report.overlap.numpy()[source]
     return kld, overlap

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dsde.control.signals import divergence
 from dsde.engine.drafter import DraftRecord
+from dsde.engine.signals import divergence
 
 __all__ = ["Verifier"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Bools, Ints, Numbers
 from dsde.control.history import Recent
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
@@ -61,28 +61,28 @@ class AdaEdl(Policy):
         """As in `paper`."""
         return self._measure.signals(recent)
 
-    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+    def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """min(base length, limit) for each request."""
-        lengths = torch.clamp(limits, max=self._length)
+        lengths = np.minimum(limits, self._length)
         return Proposal(lengths, lengths)
 
     def attach(self, capacity: int) -> None:
         """Lambda and the smoothed acceptance rate of each slot."""
-        self._threshold = torch.full((capacity,), self.settings.threshold, dtype=torch.float64)
-        self._rate = torch.full((capacity,), TARGET_RATE, dtype=torch.float64)
+        self._threshold = np.full(capacity, self.settings.threshold, dtype=np.float64)
+        self._rate = np.full(capacity, TARGET_RATE)
 
-    def start(self, slots: Tensor) -> None:
+    def start(self, slots: Ints) -> None:
         """A request begins with the configured lambda and, as its rate, the target at which lambda stays."""
-        self._threshold.index_fill_(0, slots, self.settings.threshold)
-        self._rate.index_fill_(0, slots, TARGET_RATE)
+        self._threshold[slots] = self.settings.threshold
+        self._rate[slots] = TARGET_RATE
 
     def plan(self, batch: Batch) -> Proposal:
         """Base lengths, and the rule that stops the loop once everybody has stopped."""
-        lengths = torch.clamp(batch.limits, max=self._length)
+        lengths = np.minimum(batch.limits, self._length)
         if not batch.trims:
             return Proposal(lengths, lengths)
-        thresholds = self._threshold.index_select(0, batch.slots).tolist()
-        usable = torch.minimum(lengths, batch.usable).tolist()
+        thresholds = self._threshold.take(batch.slots).tolist()
+        usable = np.minimum(lengths, batch.usable).tolist()
         rules = zip(thresholds, usable, strict=True)
         return Proposal(lengths, lengths, EntropyStop(self.settings.gamma, dict(zip(batch.ids, rules, strict=True))))
 
@@ -92,25 +92,25 @@ class AdaEdl(Policy):
         """
         drafted = step.drafted > 0
         slots = step.slots[drafted]
-        if not slots.numel():
+        if not slots.size:
             return
         accepted, count = step.accepted[drafted], step.drafted[drafted]
         rate = RATE_MEMORY * self._rate[slots] + (1.0 - RATE_MEMORY) * accepted / count
-        raised = (rate < TARGET_RATE).double() - ((rate > TARGET_RATE) & (accepted == count)).double()
+        raised = (rate < TARGET_RATE).astype(np.float64) - ((rate > TARGET_RATE) & (accepted == count))
         self._rate[slots] = rate
         self._threshold[slots] += (1.0 - THRESHOLD_MEMORY) * STEP * raised
 
-    def trim(self, batch: Batch, lengths: Tensor) -> Tensor:
+    def trim(self, batch: Batch, lengths: Ints) -> Ints:
         """Slots before the first whose bound is below lambda, at least one."""
         entropy, drafted = batch.acceptance.entropies(batch.slots)
-        threshold = self._threshold.index_select(0, batch.slots).unsqueeze(1)
-        kept = (bound(entropy, self.settings.gamma) >= threshold).long().cumprod(1).sum(1).clamp_(min=1)
-        return torch.where(drafted > 0, torch.minimum(lengths, kept), lengths)
+        threshold = self._threshold.take(batch.slots)[:, None]
+        kept = np.add.reduce(np.logical_and.accumulate(bound(entropy, self.settings.gamma) >= threshold, 1), 1)
+        return np.where(drafted > 0, np.minimum(lengths, np.maximum(kept, 1)), lengths)
 
 
-def bound(entropy: Tensor, gamma: float) -> Tensor:
+def bound(entropy: Numbers, gamma: float) -> Numbers:
     """1 - sqrt(gamma H), the lower bound on the acceptance of a slot whose draft entropy is H nats."""
-    return 1.0 - (gamma * entropy.clamp(min=0.0)).sqrt()
+    return 1.0 - np.sqrt(gamma * np.maximum(entropy, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,8 @@ class EntropyStop:
         """The rule with its requests in batch order."""
         return replace(self, order=tuple(self.rules.get(i, (0.0, 0)) for i in request_ids))
 
-    def goes_on(self, step: int, top_prob: Tensor, entropy: Tensor) -> Tensor:
+    def goes_on(self, step: int, top_prob: Numbers, entropy: Numbers) -> Bools:
         """Requests whose bound is still at least lambda and whose length is not reached."""
-        table = torch.tensor(self.order, dtype=entropy.dtype, device=entropy.device).view(-1, 2)
-        return (bound(entropy, self.gamma) >= table[:, 0]) & (table[:, 1] > step + 1)
+        table = np.array(self.order).reshape(-1, 2)
+        kept: Bools = bound(entropy, self.gamma) >= table[:, 0].astype(entropy.dtype)
+        return kept & (table[:, 1] > step + 1)

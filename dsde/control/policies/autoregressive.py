@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Ints
 from dsde.control.history import Recent
 from dsde.control.policies.base import Policy, Proposal, Signals
 from dsde.control.policies.paper import Paper, PaperSettings
@@ -33,7 +33,7 @@ class Autoregressive(Policy):
         """As in `paper`."""
         return self._measure.signals(recent)
 
-    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+    def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """Zeros."""
-        lengths = torch.zeros_like(limits)
+        lengths = np.zeros_like(limits)
         return Proposal(lengths, lengths)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from torch import Tensor
-
 from dsde.control.acceptance import Acceptance
+from dsde.control.arrays import Floats, Ints
 from dsde.control.cost import StepCost
 from dsde.control.history import History, Recent
 from dsde.control.records import DraftStop
@@ -36,11 +35,11 @@ __all__ = [
 class Signals:
     """Stability signals of B requests: scale_factor [B] and wvir [B], both float64."""
 
-    scale_factor: Tensor
-    wvir: Tensor
+    scale_factor: Floats
+    wvir: Floats
 
     @property
-    def penalty(self) -> Tensor:
+    def penalty(self) -> Floats:
         """SF * WVIR, [B]; a request is stable while it is at most 1."""
         return self.scale_factor * self.wvir
 
@@ -53,8 +52,8 @@ class Proposal:
     stop: rule that may end the drafting earlier.
     """
 
-    lengths: Tensor
-    caps: Tensor
+    lengths: Ints
+    caps: Ints
     stop: DraftStop | None = None
 
 
@@ -68,9 +67,9 @@ class Batch:
     """
 
     ids: Sequence[str]
-    slots: Tensor
-    limits: Tensor
-    usable: Tensor
+    slots: Ints
+    limits: Ints
+    usable: Ints
     size: int
     trims: bool
     history: History
@@ -92,9 +91,9 @@ class Step:
     same requests decode without speculation. measured: whether verify_ms was, or is what was expected.
     """
 
-    slots: Tensor
-    drafted: Tensor
-    accepted: Tensor
+    slots: Ints
+    drafted: Ints
+    accepted: Ints
     size: int
     verify_ms: float
     draft_ms: float
@@ -121,7 +120,7 @@ class Policy(ABC):
         """How stable each request is by this policy's windows and decay."""
 
     @abstractmethod
-    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+    def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """The batch's next lengths from its history; limits: [B] int64, the longest each request may ever have."""
 
     def plan(self, batch: Batch) -> Proposal:
@@ -131,13 +130,13 @@ class Policy(ABC):
     def attach(self, capacity: int) -> None:  # noqa: B027
         """Make room for the state of `capacity` slots; the controller calls it once, before all else."""
 
-    def start(self, slots: Tensor) -> None:  # noqa: B027
+    def start(self, slots: Ints) -> None:  # noqa: B027
         """Slots [B] follow this policy from now on, and what it knew of them is void."""
 
     def observe(self, step: Step) -> None:  # noqa: B027
         """Learn from one verification step."""
 
-    def trim(self, batch: Batch, lengths: Tensor) -> Tensor:
+    def trim(self, batch: Batch, lengths: Ints) -> Ints:
         """Final lengths [B] of the drafts just drawn, at most `lengths` [B] int64.
 
         Whether slot j is verified may depend on the draft distributions up to j and on the tokens before j, never on

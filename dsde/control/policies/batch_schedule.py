@@ -9,9 +9,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Ints
 from dsde.control.history import Recent
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
@@ -68,12 +68,12 @@ class BatchSchedule(Policy):
         """The table's length for a batch of `size` requests."""
         return self.settings.rows[max(0, bisect_right(self._sizes, size) - 1)][1]
 
-    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+    def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """The table's length for as many requests as `limits` has."""
-        lengths = torch.clamp(limits, max=self.length(limits.numel()))
+        lengths = np.minimum(limits, self.length(limits.size))
         return Proposal(lengths, lengths)
 
     def plan(self, batch: Batch) -> Proposal:
         """The table's length for the whole batch, requests of other policies included."""
-        lengths = torch.clamp(batch.limits, max=self.length(batch.size))
+        lengths = np.minimum(batch.limits, self.length(batch.size))
         return Proposal(lengths, lengths)

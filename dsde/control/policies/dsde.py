@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Bools, Floats, Ints
 from dsde.control.history import Recent
 from dsde.control.policies.base import Policy, Proposal, Signals
 
@@ -26,44 +26,44 @@ class DsdeRule(Policy):
     The setting `cap` = False leaves the cap out: an ablation, in which the longest prediction sets the batch's depth.
     """
 
-    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+    def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """SL_hat = (1 - SF WVIR)(SL_max - SL_min) + SL_min if SF WVIR <= 1, else SL_min; SL_cap = mean_i SL_hat_i."""
         longest = self.longest(recent, limits)
         shortest = self.shortest(longest)
         penalty = self.signals(recent).penalty
         stable = (1.0 - penalty) * (longest - shortest) + shortest
-        predicted = torch.minimum(torch.where(penalty <= 1.0, stable, shortest), limits)
-        return self.capped(predicted, torch.minimum(self.warmup(recent), limits), recent.calibrating)
+        predicted = np.minimum(np.where(penalty <= 1.0, stable, shortest), limits)
+        return self.capped(predicted, np.minimum(self.warmup(recent), limits), recent.calibrating)
 
     @abstractmethod
     def signals(self, recent: Recent) -> Signals:
         """SF and WVIR of each request."""
 
     @abstractmethod
-    def longest(self, recent: Recent, limits: Tensor) -> Tensor:
+    def longest(self, recent: Recent, limits: Ints) -> Floats:
         """SL_max, [B] float64, from the calibration."""
 
     @abstractmethod
-    def shortest(self, longest: Tensor) -> Tensor:
+    def shortest(self, longest: Floats) -> Floats:
         """SL_min, [B] float64, never above SL_max."""
 
     @abstractmethod
-    def warmup(self, recent: Recent) -> Tensor:
+    def warmup(self, recent: Recent) -> Floats:
         """Length of a calibrating request, [B] float64."""
 
     @abstractmethod
-    def round(self, lengths: Tensor) -> Tensor:
+    def round(self, lengths: Floats) -> Floats:
         """Real lengths to whole draft tokens."""
 
     @abstractmethod
-    def cap(self, predicted: Tensor) -> Tensor:
+    def cap(self, predicted: Floats) -> float:
         """SL_cap of the predictions [C] of the requests that are past calibration, a whole number of draft tokens."""
 
-    def capped(self, predicted: Tensor, warmup: Tensor, calibrating: Tensor) -> Proposal:
+    def capped(self, predicted: Floats, warmup: Floats, calibrating: Bools) -> Proposal:
         """Whole lengths and their caps; a calibrating request's cap is its own length."""
-        lengths = torch.where(calibrating, warmup, self.round(predicted)).long()
+        lengths = np.where(calibrating, warmup, self.round(predicted)).astype(np.int64)
         measured = predicted[~calibrating]
-        if not measured.numel() or not self.settings.cap:
+        if not measured.size or not self.settings.cap:
             return Proposal(lengths, lengths)
-        cap = self.cap(measured).long()
-        return Proposal(lengths, torch.where(calibrating, lengths, cap))
+        cap = int(self.cap(measured))
+        return Proposal(lengths, np.where(calibrating, lengths, cap))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Floats, Ints
 from dsde.control.history import Recent
 from dsde.control.ledger import Ledger
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step
@@ -57,10 +57,10 @@ class Goodput(Policy):
         self.settings = settings
         self._measure = Paper(PaperSettings(), max_length)
         self.warmup_tokens = self._measure.warmup_tokens
-        self._depths = torch.arange(max_length)
+        self._depths = np.arange(max_length)
         self._ledger = Ledger()
         self._speculating = True
-        self._probing = False
+        self._probing = self._exploring = False
         self._rested_ms = 0.0
         self._probe_ms = 0.0
         self._threshold = 0.0
@@ -72,9 +72,9 @@ class Goodput(Policy):
         """As in `paper`."""
         return self._measure.signals(recent)
 
-    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+    def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """Zeros: a history alone sets no price."""
-        return Proposal(torch.zeros_like(limits), torch.zeros_like(limits))
+        return Proposal(np.zeros_like(limits), np.zeros_like(limits))
 
     def plan(self, batch: Batch) -> Proposal:
         """Everybody drafts K* where trim() follows, else the slots that pay on what is known before drafting."""
@@ -82,25 +82,31 @@ class Goodput(Policy):
             lengths = self._probe(batch, self._costs)
             return Proposal(lengths, lengths)
         survival, share = batch.acceptance.expect(batch.slots)
-        survival = survival.masked_fill_(self._depths >= batch.usable.unsqueeze(1), 0.0)
+        survival *= self._depths < batch.usable[:, None]
+        if not batch.trims:
+            share = np.zeros_like(share)
         cost = batch.cost
         costs = self._costs = Costs(plain=cost.verify(batch.size), token=cost.token, draft=cost.draft(batch.size))
-        price = best_price(survival, share if batch.trims else torch.zeros_like(share), batch.size, costs)
+        price = best_price(survival, share, batch.size, costs)
         plain = batch.size / costs.plain
         pays = price.depth > 0 and price.rate >= plain * (1.0 if self._speculating else RESUME)
         self._probing = False
-        self._speculating = pays and not self._ledger.overdrawn
+        self._exploring = not pays and not self._ledger.overdrawn and self._promising(batch, share, costs)
+        self._speculating = self._exploring or (pays and not self._ledger.overdrawn)
         if not self._speculating:
             lengths = self._probe(batch, costs)
             return Proposal(lengths, lengths)
         if price.rate < SURE * plain and self._checks(batch):
-            return Proposal(torch.zeros_like(batch.limits), batch.limits)
+            return Proposal(np.zeros_like(batch.limits), batch.limits)
+        if self._exploring:
+            lengths = np.minimum(batch.usable, 1)
+            return Proposal(lengths, lengths)
         self._threshold = MARGIN * price.rate * costs.token
         if batch.trims and self._stops(batch, price, costs):
             return Proposal(batch.usable, batch.usable, self._stop(batch, price.rate * costs.draft))
-        lengths = batch.usable.clamp(max=price.depth)
+        lengths = np.minimum(batch.usable, price.depth)
         if not batch.trims:
-            lengths = torch.minimum(lengths, (survival > self._threshold).sum(1))
+            lengths = np.minimum(lengths, np.add.reduce(survival > self._threshold, 1))
         return Proposal(lengths, lengths)
 
     def observe(self, step: Step) -> None:
@@ -109,21 +115,21 @@ class Goodput(Policy):
         self._rested_ms = 0.0 if step.draft_ms else self._rested_ms + spent
         if self._probing and step.draft_ms:
             self._probe_ms = step.draft_ms
-        if step.slots.numel() < step.size:
+        if step.slots.size < step.size:
             return
-        if step.draft_ms == 0.0 and not bool(step.drafted.any()):
+        if step.draft_ms == 0.0 and not np.count_nonzero(step.drafted):
             self._ledger.rest(step.plain_ms)
             return
-        emitted = 1.0 + float(step.accepted.sum()) / step.size
-        self._ledger.book(step.plain_ms, emitted, spent)
+        emitted = 1.0 + float(np.add.reduce(step.accepted)) / step.size
+        self._ledger.book(step.plain_ms, emitted, spent, step.size)
 
-    def trim(self, batch: Batch, lengths: Tensor) -> Tensor:
+    def trim(self, batch: Batch, lengths: Ints) -> Ints:
         """The prefix of slots whose survival is above the threshold that was fixed before drafting."""
-        if self._probing:
+        if self._probing or self._exploring:
             return lengths
         survival, drafted = batch.acceptance.drafts(batch.slots)
-        worth = (survival > self._threshold).sum(1)
-        return torch.where(drafted > 0, torch.minimum(lengths, worth), lengths)
+        worth = np.add.reduce(survival > self._threshold, 1)
+        return np.where(drafted > 0, np.minimum(lengths, worth), lengths)
 
     def _rests_on(self, batch: Batch) -> bool:
         """Whether speculation rests and nothing has changed: then the decision stands for a few steps."""
@@ -132,6 +138,12 @@ class Goodput(Policy):
             return False
         self._patience -= 1
         return True
+
+    def _promising(self, batch: Batch, share: Floats, costs: Costs) -> bool:
+        """Whether drafting would pay if acceptance were as good as the little that was verified leaves possible."""
+        survival = batch.acceptance.hopeful(batch.slots) * (self._depths < batch.usable[:, None])
+        price = best_price(survival, share, batch.size, costs)
+        return price.depth > 0 and price.rate >= RESUME * batch.size / costs.plain
 
     def _checks(self, batch: Batch) -> bool:
         """Whether to decode one step plainly, because the gain is small and what plain decoding takes is a guess."""
@@ -150,20 +162,20 @@ class Goodput(Policy):
 
     def _stop(self, batch: Batch, step_price: float) -> PriceStop:
         after, onward, own = batch.acceptance.inside(batch.slots)
-        rows = {i: index for index, i in enumerate(batch.ids)}
+        rows = dict(zip(batch.ids, range(len(batch.ids)), strict=True))
         return PriceStop(rows, after, onward, own, self._threshold, MARGIN * step_price)
 
-    def _probe(self, batch: Batch, costs: Costs) -> Tensor:
+    def _probe(self, batch: Batch, costs: Costs) -> Ints:
         """[B], length 1 for a few requests when the rest has been long enough to pay for it, else 0."""
-        lengths = torch.zeros_like(batch.limits)
+        lengths = np.zeros_like(batch.limits)
         self._probing = False
         count = max(1, len(batch.ids) // PROBE_PART)
         price = max(costs.draft + count * costs.token, self._probe_ms)
         if self._rested_ms * PROBE_SHARE < price:
             return lengths
-        wait = batch.acceptance.undrafted(batch.slots).masked_fill(batch.usable == 0, float("inf"))
-        chosen = wait.topk(count, largest=False).indices
-        lengths[chosen] = batch.usable[chosen].clamp(max=1)
+        wait = np.where(batch.usable == 0, np.inf, batch.acceptance.undrafted(batch.slots))
+        chosen = np.argsort(wait, kind="stable")[:count]
+        lengths[chosen] = np.minimum(batch.usable[chosen], 1)
         self._probing = True
         self._rested_ms = 0.0
         return lengths

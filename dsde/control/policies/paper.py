@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Floats, Ints
 from dsde.control.history import WINDOW, Recent
 from dsde.control.policies.base import Signals, check_flag, check_number
 from dsde.control.policies.dsde import EPS, DsdeRule
@@ -56,27 +56,27 @@ class Paper(DsdeRule):
     def signals(self, recent: Recent) -> Signals:
         """SF of the latest step's mean KLD as it is, WVIR = Var_w(newest 10) / (Var_w(newest 30) + eps)."""
         decay, short, long = self.settings.decay, self.settings.short_window, self.settings.long_window
-        short_variance = weighted_variance(recent.kld[:, -short:], recent.count.clamp(max=short), decay)
-        long_variance = weighted_variance(recent.kld[:, -long:], recent.count.clamp(max=long), decay)
+        short_variance = weighted_variance(recent.kld[:, -short:], np.minimum(recent.count, short), decay)
+        long_variance = weighted_variance(recent.kld[:, -long:], np.minimum(recent.count, long), decay)
         return Signals(scale_factor(recent.kld_last), wvir(short_variance, long_variance, EPS))
 
-    def longest(self, recent: Recent, limits: Tensor) -> Tensor:
+    def longest(self, recent: Recent, limits: Ints) -> Floats:
         """SL_max = SL_A,max (1 + mu_KLD,pre / (KLD_pre,max + eps)); SL_min where a poor calibration falls below it."""
         growth = 1.0 + recent.kld_mean_pre / (recent.kld_max_pre + EPS)
-        return (recent.accepted_max * growth).clamp_(min=self.settings.min_length)
+        return np.maximum(recent.accepted_max * growth, self.settings.min_length)
 
-    def shortest(self, longest: Tensor) -> Tensor:
+    def shortest(self, longest: Floats) -> Floats:
         """SL_min, a constant."""
-        return torch.full_like(longest, self.settings.min_length)
+        return np.full_like(longest, self.settings.min_length)
 
-    def warmup(self, recent: Recent) -> Tensor:
+    def warmup(self, recent: Recent) -> Floats:
         """The fixed warm-up length."""
-        return torch.full_like(recent.accepted_max, self.settings.warmup_length)
+        return np.full_like(recent.accepted_max, self.settings.warmup_length)
 
-    def round(self, lengths: Tensor) -> Tensor:
+    def round(self, lengths: Floats) -> Floats:
         """Half up."""
-        return torch.floor(lengths + 0.5)
+        return np.floor(lengths + 0.5)
 
-    def cap(self, predicted: Tensor) -> Tensor:
+    def cap(self, predicted: Floats) -> float:
         """The mean of the real predictions, rounded last."""
-        return self.round(predicted.mean())
+        return float(self.round(predicted.mean()))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Floats, Ints
 from dsde.control.history import Recent
 from dsde.control.policies.base import Signals, check_flag, check_number
 from dsde.control.policies.dsde import EPS, DsdeRule
@@ -53,32 +53,32 @@ class Reference(DsdeRule):
 
     def signals(self, recent: Recent) -> Signals:
         """SF of KLD / temperature; WVIR of the KLDs as they are, 20 where they are flat, 0 with fewer than two."""
-        heat = torch.where(recent.temperature == 0.0, 1.0, recent.temperature)
-        third = recent.count.div(3, rounding_mode="floor").clamp_(min=1)
+        heat = np.where(recent.temperature == 0.0, 1.0, recent.temperature)
+        third = np.maximum(recent.count // 3, 1)
         short = weighted_variance(recent.kld, third, self.settings.decay)
         long = weighted_variance(recent.kld, recent.count, self.settings.decay)
-        ratio = torch.where(long < FLAT_VARIANCE, FLAT_WVIR, wvir(short, long, 0.0))
-        ratio = torch.where(recent.count < 2, 0.0, ratio)
+        ratio = np.where(long < FLAT_VARIANCE, FLAT_WVIR, wvir(short, np.maximum(long, FLAT_VARIANCE), 0.0))
+        ratio = np.where(recent.count < 2, 0.0, ratio)
         return Signals(scale_factor(recent.kld_last / heat), ratio)
 
-    def longest(self, recent: Recent, limits: Tensor) -> Tensor:
+    def longest(self, recent: Recent, limits: Ints) -> Floats:
         """SL_max = round(SL_A,max (1 + mu_KLD,pre / (2 KLD_pre,max))), within the configured range."""
         growth = 1.0 + 0.5 * recent.kld_mean_pre / (recent.kld_max_pre + EPS)
-        within = torch.minimum((recent.accepted_max * growth).round_(), limits)
-        return within.clamp_(min=self.settings.min_length)
+        within = np.minimum(np.rint(recent.accepted_max * growth), limits)
+        return np.maximum(within, self.settings.min_length)
 
-    def shortest(self, longest: Tensor) -> Tensor:
+    def shortest(self, longest: Floats) -> Floats:
         """SL_min = ceil(0.1 SL_max), at least the configured minimum."""
-        return torch.minimum((0.1 * longest).ceil_().clamp_(min=self.settings.min_length), longest)
+        return np.minimum(np.maximum(np.ceil(0.1 * longest), self.settings.min_length), longest)
 
-    def warmup(self, recent: Recent) -> Tensor:
+    def warmup(self, recent: Recent) -> Floats:
         """Doubles after every step whose drafts were all accepted."""
-        return self.settings.warmup_length * torch.exp2(recent.full_steps.clamp(max=16.0))
+        return self.settings.warmup_length * np.exp2(np.minimum(recent.full_steps, 16.0))
 
-    def round(self, lengths: Tensor) -> Tensor:
+    def round(self, lengths: Floats) -> Floats:
         """Up."""
-        return lengths.ceil()
+        return np.ceil(lengths)
 
-    def cap(self, predicted: Tensor) -> Tensor:
+    def cap(self, predicted: Floats) -> float:
         """The mean of the whole predictions, rounded up."""
-        return self.round(self.round(predicted).mean())
+        return float(np.ceil(self.round(predicted).mean()))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from dsde.control.arrays import Ints
 from dsde.control.history import Recent
 from dsde.control.policies.base import Policy, Proposal, Signals, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
@@ -40,7 +40,7 @@ class Static(Policy):
         """As in `paper`."""
         return self._measure.signals(recent)
 
-    def propose(self, recent: Recent, limits: Tensor) -> Proposal:
+    def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """min(K, limit) for each request."""
-        lengths = torch.clamp(limits, max=self._length)
+        lengths = np.minimum(limits, self._length)
         return Proposal(lengths, lengths)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from dsde.bench.cell import Counts
 from dsde.bench.engines import add_step, check_memory, engine_config, environment
@@ -14,16 +14,16 @@ from dsde.control.records import SpeculationPlan, StepObservation
 
 
 def observation(
-    drafted: list[int], accepted: list[int], top_prob: torch.Tensor | None, ids: tuple[str, ...]
+    drafted: list[int], accepted: list[int], top_prob: np.ndarray | None, ids: tuple[str, ...]
 ) -> StepObservation:
     count = sum(drafted)
     return StepObservation(
         request_ids=tuple("abc"[: len(drafted)]),
-        num_draft_tokens=torch.tensor(drafted),
-        num_accepted_tokens=torch.tensor(accepted),
-        kld=torch.zeros(count),
-        overlap=torch.ones(count),
-        temperature=torch.zeros(len(drafted)),
+        num_draft_tokens=np.array(drafted),
+        num_accepted_tokens=np.array(accepted),
+        kld=np.zeros(count, dtype=np.float32),
+        overlap=np.ones(count, dtype=np.float32),
+        temperature=np.zeros(len(drafted), dtype=np.float32),
         draft_ids=ids,
         draft_top_prob=top_prob,
     )
@@ -32,7 +32,7 @@ def observation(
 def test_a_step_is_counted_as_drafted_not_as_planned() -> None:
     counts = Counts()
     plan = SpeculationPlan(4, {"a": 4, "b": 2, "c": 0})
-    add_step(counts, observation([4, 2, 0], [3, 2, 0], torch.ones(3, 2), ("a", "b", "c")), plan)
+    add_step(counts, observation([4, 2, 0], [3, 2, 0], np.ones((3, 2), dtype=np.float32), ("a", "b", "c")), plan)
     # Drafting ended after 2 of 4 steps: 6 slots; 2 requests verified 6 drafts and kept 5.
     assert counts == Counts(steps=1, drafting=2, verified=6, accepted=5, slots=6, draft_steps=2)
     add_step(counts, observation([0, 0], [0, 0], None, ()), SpeculationPlan())

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from dsde.bench.cell import Cell, Scene
 from dsde.bench.record import Recorder
@@ -17,14 +17,14 @@ def step(ids: tuple[str, ...], counts: list[int], accepted: list[int], base: flo
     total = sum(counts)
     return StepObservation(
         request_ids=ids,
-        num_draft_tokens=torch.tensor(counts),
-        num_accepted_tokens=torch.tensor(accepted),
-        kld=base + 0.1 * torch.arange(total),
-        overlap=torch.full((total,), 0.5),
-        temperature=torch.ones(len(ids)),
+        num_draft_tokens=np.array(counts),
+        num_accepted_tokens=np.array(accepted),
+        kld=base + 0.1 * np.arange(total),
+        overlap=np.full((total,), 0.5),
+        temperature=np.ones(len(ids)),
         draft_ids=ids,
-        draft_top_prob=base / 10 + 0.01 * torch.arange(2 * len(ids)).view(len(ids), 2),
-        draft_entropy=torch.full((len(ids), 2), base),
+        draft_top_prob=base / 10 + 0.01 * np.arange(2 * len(ids)).reshape(len(ids), 2),
+        draft_entropy=np.full((len(ids), 2), base),
     )
 
 
@@ -62,11 +62,11 @@ def test_what_was_not_measured_is_not_recorded() -> None:
     first = step(("a-1",), [1], [0], 1.0)
     nan = StepObservation(
         request_ids=("a-1",),
-        num_draft_tokens=torch.tensor([1]),
-        num_accepted_tokens=torch.tensor([0]),
-        kld=torch.tensor([float("nan")]),
-        overlap=torch.tensor([0.5]),
-        temperature=torch.ones(1),
+        num_draft_tokens=np.array([1]),
+        num_accepted_tokens=np.array([0]),
+        kld=np.array([float("nan")]),
+        overlap=np.array([0.5]),
+        temperature=np.ones(1),
     )
     on_step(first, None)
     on_step(nan, None)

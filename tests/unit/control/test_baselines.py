@@ -3,8 +3,8 @@
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from dsde.control.controller import Controller
 from dsde.control.policies import build_policy
@@ -15,9 +15,9 @@ from dsde.control.records import SpeculationPlan, StepObservation
 
 def verified(slots: list[int], drafted: list[int], accepted: list[int]) -> Step:
     return Step(
-        slots=torch.tensor(slots),
-        drafted=torch.tensor(drafted),
-        accepted=torch.tensor(accepted),
+        slots=np.array(slots),
+        drafted=np.array(drafted),
+        accepted=np.array(accepted),
         size=len(slots),
         verify_ms=1.0,
         draft_ms=0.0,
@@ -46,19 +46,17 @@ def test_lambda_by_hand() -> None:
     # r = .4625 + .5 * .9 = .9125 > .9, but not all accepted: stays.
     policy.observe(verified([0], [10], [9]))
     assert policy._threshold[0].item() == pytest.approx(0.401)
-    policy.start(torch.tensor([0]))
+    policy.start(np.array([0]))
     assert policy._threshold[0].item() == 0.4
 
 
 def observe(controller: Controller, plan: SpeculationPlan, entropy: list[list[float]]) -> None:
     ids = tuple(plan.lengths)
-    none = torch.zeros(len(ids), dtype=torch.int64)
-    table = torch.tensor(entropy)
-    empty = torch.zeros(0)
+    none = np.zeros(len(ids), dtype=np.int64)
+    table = np.array(entropy, dtype=np.float32)
+    empty = np.zeros(0)
     controller.observe(
-        StepObservation(
-            ids, none, none, empty, empty, torch.zeros(len(ids)), 1.0, ids, torch.full_like(table, 0.5), table
-        ),
+        StepObservation(ids, none, none, empty, empty, np.zeros(len(ids)), 1.0, ids, np.full_like(table, 0.5), table),
         plan,
     )
 
@@ -78,7 +76,7 @@ def test_the_loop_ends_when_everybody_has_stopped() -> None:
     plan = controller.plan(["a", "b"], [99, 2])
     assert isinstance(plan.stop, EntropyStop)
     rule = pickle.loads(pickle.dumps(plan.stop)).bind(["b", "stranger", "a"])
-    low, high = torch.tensor([0.1, 0.1, 0.1]), torch.tensor([0.1, 0.1, 0.8])
+    low, high = np.array([[0.1, 0.1, 0.1], [0.1, 0.1, 0.8]], dtype=np.float32)
     assert rule.goes_on(0, low, low).tolist() == [True, False, True]
     assert rule.goes_on(0, low, high).tolist() == [True, False, False]
     # b has room for 2, a drafts 3.
@@ -132,12 +130,12 @@ def test_without_a_cap_the_longest_prediction_runs() -> None:
             preset, {"warmup_tokens": 2, "warmup_length": 9, "cap": False}, capacity=3, max_length=16
         )
         plan = controller.plan("abc", [99] * 3)
-        drafted = torch.tensor(list(plan.lengths.values()))
+        drafted = np.array(list(plan.lengths.values()))
         total = int(drafted.sum())
         # KLD 0: no penalty, SL_max = SL_A,max, which is 2, 3 and 7; the mean would cut the last to 4.
         controller.observe(
             StepObservation(
-                ("a", "b", "c"), drafted, torch.tensor([2, 3, 7]), torch.zeros(total), torch.ones(total), torch.zeros(3)
+                ("a", "b", "c"), drafted, np.array([2, 3, 7]), np.zeros(total), np.ones(total), np.zeros(3)
             ),
             plan,
         )

@@ -5,8 +5,8 @@ import pickle
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
-import torch
 
 from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan, StepObservation
@@ -28,11 +28,11 @@ def observe(
     controller.observe(
         StepObservation(
             request_ids=tuple(steps),
-            num_draft_tokens=torch.tensor([len(step) for _, step in steps.values()], dtype=torch.int64),
-            num_accepted_tokens=torch.tensor([accepted for accepted, _ in steps.values()], dtype=torch.int64),
-            kld=torch.tensor(klds, dtype=torch.float32),
-            overlap=torch.tensor([NAN if math.isnan(kld) else overlap for kld in klds], dtype=torch.float32),
-            temperature=torch.tensor([(temperature or {}).get(request, 0.0) for request in steps]),
+            num_draft_tokens=np.array([len(step) for _, step in steps.values()], dtype=np.int64),
+            num_accepted_tokens=np.array([accepted for accepted, _ in steps.values()], dtype=np.int64),
+            kld=np.array(klds, dtype=np.float32),
+            overlap=np.array([NAN if math.isnan(kld) else overlap for kld in klds], dtype=np.float32),
+            temperature=np.array([(temperature or {}).get(request, 0.0) for request in steps], dtype=np.float32),
             draft_step_ms=draft_step_ms,
         ),
         plan,
@@ -125,7 +125,9 @@ def test_a_trace_of_a_ragged_batch_equals_the_plain_rule(preset: str) -> None:
         observation = {}
         for request, length in zip(batch, planned, strict=True):
             # float32, as observations carry them.
-            klds = torch.tensor([rng.expovariate(1 / steadiness[request]) for _ in range(length)]).tolist()
+            klds = np.array(
+                [rng.expovariate(1 / steadiness[request]) for _ in range(length)], dtype=np.float32
+            ).tolist()
             observation[request] = (rng.choice([length, rng.randint(0, length)]), klds)
             plain[request].learn(*observation[request])
         observe(controller, observation, temperature=temperatures)
@@ -233,8 +235,8 @@ def test_drafts_without_a_distribution_leave_the_signals_empty() -> None:
 def test_an_observation_that_does_not_add_up_is_refused() -> None:
     controller = Controller("paper", capacity=1, max_length=8)
     controller.plan(["a"], [9])
-    one = torch.tensor([1])
-    short = StepObservation(("a",), 2 * one, one, torch.zeros(1), torch.zeros(2), torch.zeros(1))
+    one = np.array([1])
+    short = StepObservation(("a",), 2 * one, one, *(np.zeros(size, dtype=np.float32) for size in (1, 2, 1)))
     with pytest.raises(ValueError, match="kld has 1 and overlap 2 entries: num_draft_tokens sums to 2"):
         controller.observe(short)
 
@@ -446,7 +448,7 @@ def test_a_longer_wish_than_the_limit_is_the_limit() -> None:
 
 def test_ten_thousand_requests_leave_nothing_behind() -> None:
     controller = Controller("paper", capacity=20, max_length=8)
-    tensors = [controller._history._ring.data_ptr(), controller._history._state.data_ptr()]
+    addresses = [controller._history._ring.ctypes.data, controller._history._state.ctypes.data]
     for batch in range(500):
         ids = [f"{batch}-{index}" for index in range(20)]
         for request in ids[:5]:
@@ -458,7 +460,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
             assert controller.finish(request) is not None
     assert (controller.live, controller._history.used, controller._choosers) == (0, 0, 0)
     assert len(controller._policies) <= 1
-    assert tensors == [controller._history._ring.data_ptr(), controller._history._state.data_ptr()]
+    assert addresses == [controller._history._ring.ctypes.data, controller._history._state.ctypes.data]
 
 
 def test_the_record_becomes_the_object_of_the_answer() -> None:
@@ -471,3 +473,24 @@ def test_the_record_becomes_the_object_of_the_answer() -> None:
     assert answer["speculation_length"] == {"mean": 2.0, "max": 2, "limit": 8}
     assert answer["kld"] == {"mean": 0.5, "last": 0.5, "max": 0.5}
     assert answer["straggler"] == {"wait_ms": 0.0, "caused_ms": 0.0, "steps": 0}
+
+
+def test_figures_are_those_of_the_step_just_seen_whenever_they_are_asked_for() -> None:
+    # One controller is asked after every step, the other at the end: bookings in between change nothing.
+    asked, left = (Controller("paper", capacity=3, max_length=8) for _ in range(2))
+    rng = random.Random(3)
+    for controller in (asked, left):
+        controller.plan(["a", "b", "c"], [9] * 3)
+    for _ in range(21):
+        steps = {}
+        for request in "abc":
+            klds = [NAN if rng.random() < 0.05 else rng.random() for _ in range(rng.randint(0, 4))]
+            steps[request] = (rng.randint(0, len(klds)), klds)
+        for controller in (asked, left):
+            observe(controller, steps)
+        assert all(asked.snapshot(request) for request in "abc")
+    for request in "abc":
+        one, other = asked.finish(request), left.finish(request)
+        assert one is not None
+        assert other is not None
+        assert one == other

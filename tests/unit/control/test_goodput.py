@@ -3,8 +3,8 @@
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
-import torch
 
 from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan, StepObservation
@@ -34,22 +34,22 @@ class Engine:
             accepted.append(good)
         tokens = n + sum(drafted)
         verify = BASE + TOKEN * tokens
-        noise = torch.tensor([[rng.uniform(-0.05, 0.05) for _ in range(plan.depth)] for _ in range(n)])
-        depth = self.depth(plan, top + noise, 1.0 - top + noise.abs())
+        noise = np.array([[rng.uniform(-0.05, 0.05) for _ in range(plan.depth)] for _ in range(n)], dtype=np.float32)
+        depth = self.depth(plan, top + noise, 1.0 - top + np.abs(noise))
         noise = noise[:, :depth]
         some = depth > 0
         self.controller.observe(
             StepObservation(
                 request_ids=tuple(self.ids),
-                num_draft_tokens=torch.tensor(drafted),
-                num_accepted_tokens=torch.tensor(accepted),
-                kld=torch.full((sum(drafted),), 0.2),
-                overlap=torch.full((sum(drafted),), accept),
-                temperature=torch.full((n,), self.temperature),
+                num_draft_tokens=np.array(drafted),
+                num_accepted_tokens=np.array(accepted),
+                kld=np.full(sum(drafted), 0.2, dtype=np.float32),
+                overlap=np.full(sum(drafted), accept, dtype=np.float32),
+                temperature=np.full(n, self.temperature, dtype=np.float32),
                 draft_step_ms=DRAFT if some else None,
                 draft_ids=tuple(self.ids) if some else (),
                 draft_top_prob=top + noise if some else None,
-                draft_entropy=1.0 - top + noise.abs() if some else None,
+                draft_entropy=1.0 - top + np.abs(noise) if some else None,
                 step_ms=verify,
                 num_tokens=tokens,
             ),
@@ -62,7 +62,7 @@ class Engine:
         self.tokens += n + sum(accepted)
         return plan, final
 
-    def depth(self, plan: SpeculationPlan, top: torch.Tensor, entropy: torch.Tensor) -> int:
+    def depth(self, plan: SpeculationPlan, top: np.ndarray, entropy: np.ndarray) -> int:
         """Draft steps until nobody wants another one."""
         if plan.stop is None or not plan.depth:
             return plan.depth
@@ -93,20 +93,20 @@ def test_what_is_verified_does_not_depend_on_confidence_behind_it(trial: int) ->
     rng = random.Random(trial)
     kept = []
     cut = rng.randint(1, 3)
-    said = torch.rand(2, 4, generator=torch.Generator().manual_seed(trial))
+    said = np.random.default_rng(trial).random((2, 4), dtype=np.float32)
     for other in (0.01, 0.5, 0.99):
         c = controller(2)
         engine = Engine(c, "ab")
         for _ in range(30):
             engine.step(0.9, 0.85, random.Random(7))
         plan = c.plan(["a", "b"], [99, 99])
-        top = said.clone()
+        top = said.copy()
         top[:, cut:] = other
-        n = torch.tensor([engine.kept["a"], engine.kept["b"]])
+        n = np.array([engine.kept["a"], engine.kept["b"]])
         total = int(n.sum())
         c.observe(
             StepObservation(
-                ("a", "b"), n, n, torch.zeros(total), torch.ones(total), torch.zeros(2), 15.0, ("a", "b"), top, 1 - top
+                ("a", "b"), n, n, np.zeros(total), np.ones(total), np.zeros(2), 15.0, ("a", "b"), top, 1 - top
             ),
             plan,
         )
@@ -204,11 +204,11 @@ def test_a_drafter_without_distributions_is_planned_by_averages() -> None:
         c.observe(
             StepObservation(
                 ("a",),
-                torch.tensor([kept]),
-                torch.tensor([kept]),
-                torch.full((kept,), float("nan")),
-                torch.full((kept,), float("nan")),
-                torch.zeros(1),
+                np.array([kept]),
+                np.array([kept]),
+                np.full(kept, np.nan, dtype=np.float32),
+                np.full(kept, np.nan, dtype=np.float32),
+                np.zeros(1),
                 2.0 if plan.depth else None,
                 ("a",) if plan.depth else (),
                 step_ms=BASE + TOKEN * (1 + kept),
@@ -304,11 +304,11 @@ def test_what_coming_back_cost_makes_probes_rare() -> None:
             c.observe(
                 StepObservation(
                     request_ids=("a",),
-                    num_draft_tokens=torch.tensor([drafted]),
-                    num_accepted_tokens=torch.tensor([0]),
-                    kld=torch.full((drafted,), 2.0),
-                    overlap=torch.full((drafted,), 0.05),
-                    temperature=torch.tensor([0.0]),
+                    num_draft_tokens=np.array([drafted]),
+                    num_accepted_tokens=np.array([0]),
+                    kld=np.full(drafted, 2.0, dtype=np.float32),
+                    overlap=np.full(drafted, 0.05, dtype=np.float32),
+                    temperature=np.array([0.0]),
                     draft_step_ms=5.0 if drafted and catch_up_ms is None else None,
                     catch_up_ms=catch_up_ms if drafted else None,
                     step_ms=20.0,

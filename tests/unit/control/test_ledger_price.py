@@ -3,8 +3,8 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
-import torch
 
 from dsde.control.ledger import Ledger
 from dsde.control.price import Costs, best_price
@@ -13,18 +13,26 @@ from dsde.control.price import Costs, best_price
 def test_the_balance_by_hand() -> None:
     ledger = Ledger(bound=0.01)
     # Opens at 2 * 10; a step of 18 ms that emitted 1.5 per request was worth 15: 20 + 15 - 18 = 17.
-    ledger.book(10.0, 1.5, 18.0)
+    ledger.book(10.0, 1.5, 18.0, 16)
     assert ledger.balance == pytest.approx(17.0)
     # 17 + 40 - 15 = 42 stays under the ceiling of 50, the next gain does not.
-    ledger.book(10.0, 4.0, 15.0)
+    ledger.book(10.0, 4.0, 15.0, 16)
     assert ledger.balance == pytest.approx(42.0)
-    ledger.book(10.0, 4.0, 15.0)
+    ledger.book(10.0, 4.0, 15.0, 16)
     assert ledger.balance == pytest.approx(50.0)
+
+
+def test_a_small_batch_may_have_more_bad_luck() -> None:
+    ledger = Ledger()
+    ledger.book(10.0, 1.0, 10.0, 4)
+    assert ledger.balance == pytest.approx(2 * 10.0 * 2)
+    ledger.book(10.0, 100.0, 10.0, 4)
+    assert ledger.balance == pytest.approx(5 * 10.0 * 2)
 
 
 def test_it_is_overdrawn_below_its_share_of_the_plain_time() -> None:
     ledger = Ledger(bound=0.01)
-    ledger.book(10.0, 1.0, 30.2)
+    ledger.book(10.0, 1.0, 30.2, 16)
     # -.2 against 1 % of 10 ms.
     assert ledger.balance == pytest.approx(-0.2)
     assert ledger.overdrawn
@@ -51,8 +59,8 @@ def test_the_price_is_the_best_of_all_choices(seed: int) -> None:
     rng = random.Random(seed)
     rows = [list(itertools.accumulate([rng.random() for _ in range(4)], lambda a, b: a * b)) for _ in range(3)]
     costs = Costs(plain=rng.uniform(5, 100), token=rng.uniform(0, 8), draft=rng.uniform(0.1, 12))
-    survival = torch.tensor(rows, dtype=torch.float64)
-    price = best_price(survival, torch.zeros_like(survival), 3, costs)
+    survival = np.array(rows)
+    price = best_price(survival, np.zeros_like(survival), 3, costs)
     rate, depth = brute(rows, 3, costs)
     assert price.rate == pytest.approx(rate, rel=1e-3)
     assert price.depth == depth
@@ -64,21 +72,21 @@ def test_nothing_is_drafted_exactly_when_plain_decoding_is_faster(seed: int) -> 
     chance = rng.uniform(0.1, 0.9)
     requests = rng.choice([1, 4, 32])
     costs = Costs(plain=112 + 6.8 * requests, token=6.8, draft=13.4 + 2.07 * requests)
-    survival = torch.tensor([[chance**j for j in range(1, 6)]] * requests, dtype=torch.float64)
+    survival = np.array([[chance**j for j in range(1, 6)]] * requests)
     rates = []
     for k in range(1, 6):
         emitted = requests * sum(chance**j for j in range(k + 1))
         rates.append(emitted / (costs.plain + costs.token * requests * k + costs.draft * k))
-    price = best_price(survival, torch.zeros_like(survival), requests, costs)
+    price = best_price(survival, np.zeros_like(survival), requests, costs)
     assert (price.depth > 0) == (max(rates) > requests / costs.plain * (1 + 1e-9))
 
 
 def test_confidence_that_will_tell_makes_drafting_pay() -> None:
     # Survival .4 costs more than it brings at a token price of .5: nothing. Known in advance which .4 survive, each of
     # 10 requests brings .4 (1 - .5) = .2 tokens for a draft step of .1 * 10 / 10.
-    survival = torch.full((10, 1), 0.4, dtype=torch.float64)
+    survival = np.full((10, 1), 0.4)
     costs = Costs(plain=10.0, token=0.5, draft=0.5)
-    assert best_price(survival, torch.zeros_like(survival), 10, costs).depth == 0
-    price = best_price(survival, torch.ones_like(survival), 10, costs)
+    assert best_price(survival, np.zeros_like(survival), 10, costs).depth == 0
+    price = best_price(survival, np.ones_like(survival), 10, costs)
     # 14 tokens in 10 + .5 * 4 + .5 = 12.5 ms.
     assert (price.depth, price.rate) == (1, pytest.approx(14 / 12.5))

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from dsde.control.history import WINDOW, Recent
 from dsde.control.policies import build_policy, policy_names
@@ -23,20 +23,20 @@ def recent(
 ) -> Recent:
     """Histories of len(accepted) requests that differ in SL_A,max only."""
     size = len(accepted)
-    window = torch.zeros(size, WINDOW, dtype=torch.float64)
+    window = np.zeros((size, WINDOW))
     if klds:
-        window[:, -len(klds) :] = torch.tensor(klds, dtype=torch.float64)
+        window[:, -len(klds) :] = np.array(klds)
 
-    def full(value: float) -> torch.Tensor:
-        return torch.full((size,), value, dtype=torch.float64)
+    def full(value: float) -> np.ndarray:
+        return np.full(size, value, dtype=np.float64)
 
     return Recent(
         kld=window,
-        count=torch.full((size,), len(klds)),
+        count=np.full(size, len(klds)),
         kld_last=full(last),
         temperature=full(temperature),
-        calibrating=torch.tensor(calibrating or [False] * size),
-        accepted_max=torch.tensor(accepted, dtype=torch.float64),
+        calibrating=np.array(calibrating or [False] * size),
+        accepted_max=np.array(accepted, dtype=np.float64),
         full_steps=full(full_steps),
         kld_mean_pre=full(mean_pre),
         kld_max_pre=full(max_pre),
@@ -44,7 +44,7 @@ def recent(
 
 
 def propose(name: str, history: Recent, limit: int = 16, **settings: Any) -> tuple[list[int], list[int]]:
-    limits = torch.full_like(history.count, limit)
+    limits = np.full_like(history.count, limit)
     proposal = build_policy(name, settings, limit).propose(history, limits)
     return proposal.lengths.tolist(), proposal.caps.tolist()
 
@@ -97,7 +97,7 @@ def test_a_poor_calibration_gives_the_minimum_not_an_inverted_range() -> None:
 
 def test_paper_rounds_half_up() -> None:
     rule = Paper(PaperSettings(), 8)
-    assert rule.round(torch.tensor([2.4, 2.5, 3.5, 3.6])).tolist() == [2.0, 3.0, 4.0, 4.0]
+    assert rule.round(np.array([2.4, 2.5, 3.5, 3.6])).tolist() == [2.0, 3.0, 4.0, 4.0]
 
 
 def test_reference_prediction() -> None:
