@@ -21,7 +21,7 @@ BEHIND = 0.85
 
 def weight(scene: Scene) -> float:
     """Relative duration of a scene's runs, before anything is measured."""
-    return sum(STEP_IN_TOKENS + batch for batch in scene.load)
+    return scene.waves * sum(STEP_IN_TOKENS + batch for batch in scene.load)
 
 
 def shares(seconds: float, scenes: Sequence[Scene]) -> list[float]:

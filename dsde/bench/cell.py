@@ -9,6 +9,9 @@ from typing import Any
 
 __all__ = ["Cell", "Counts", "Result", "Run", "Scene", "geometric_mean", "results"]
 
+FEWEST_REQUESTS = 4
+"""Requests of one run; a smaller batch decodes several times."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
@@ -20,6 +23,16 @@ class Scene:
     load: tuple[int, ...]
     temperature: float
     workload: str
+
+    @property
+    def waves(self) -> int:
+        """How often a run starts afresh with other requests, so that it says more than what a few of them are like."""
+        return -(-FEWEST_REQUESTS // max(self.load))
+
+    @property
+    def requests(self) -> int:
+        """Prompts of one run."""
+        return self.waves * max(self.load)
 
     @property
     def batch(self) -> int | str:

@@ -156,12 +156,14 @@ class Engine:
         temperature: float,
         on_step: OnStep | None = None,
         *,
+        waves: int = 1,
         confidence: bool = False,
     ) -> Run:
         """Decode with a full batch of load[0] requests, then load[1] and so on, `tokens` per request on average each.
 
         A request joins with the next of `prompts`, leaves when the load falls, and never ends by itself. Only decoding
         with every request past its prompt is measured; the last step counts for the part that was needed.
+        waves: how often, each time with the next of `prompts`; the latency is then the mean.
         on_step: called with the observation and the plan of each measured step; engines with a drafter only. A
         request's id there begins with its prompt's workload and a dash. confidence: measure the drafter's confidence
         for everybody, which takes time, so such a run says nothing about speed.
@@ -171,14 +173,16 @@ class Engine:
         counts = Counts()
         self._confidence = confidence
         try:
-            for batch in load:
-                self._fill(batch, waiting, temperature)
-                self._counts, self._on_step = Counts(), on_step
-                spent, written = self._decode(batch, tokens, waiting, temperature)
-                counts += self._counts
-                total += batch * tokens
-                seconds += spent
-                latency += sum(spent * tokens / count for count in written.values()) / len(written)
+            for _ in range(waves):
+                self._leave(list(self._live))
+                for batch in load:
+                    self._fill(batch, waiting, temperature)
+                    self._counts, self._on_step = Counts(), on_step
+                    spent, written = self._decode(batch, tokens, waiting, temperature)
+                    counts += self._counts
+                    total += batch * tokens
+                    seconds += spent
+                    latency += sum(spent * tokens / count for count in written.values()) / len(written) / waves
         finally:
             self._counts = self._on_step = None
             self._leave(list(self._live))

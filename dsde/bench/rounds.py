@@ -124,7 +124,7 @@ class Rounds:
         tokens = 0
         for number in range(self._plan.rounds):
             started = time.monotonic()
-            prompts = self._encode(questions(scene.workload, number * max(scene.load), max(scene.load)))
+            prompts = self._encode(questions(scene.workload, number * scene.requests, scene.requests))
             setup_s, token_s = self._open(scene, prompts)
             if not tokens:
                 left = share - (time.monotonic() - started)
@@ -142,7 +142,7 @@ class Rounds:
         for engine in (self._plain, *self._drafted.values()):
             engine.choose(_OPENER)
             started = time.monotonic()
-            run = engine.run(prompts, (max(scene.load),), OPENING_TOKENS, scene.temperature)
+            run = engine.run(prompts, (max(scene.load),), OPENING_TOKENS, scene.temperature, waves=scene.waves)
             setup = max(setup, time.monotonic() - started - run.seconds)
             token = max(token, run.seconds / OPENING_TOKENS)
         # From now on the prefix cache holds about half of each prompt.
@@ -166,8 +166,8 @@ class Rounds:
 
     def _lesson(self, turn: _Turn) -> _Turn:
         """The turn on prompts that no round measures, unless they all are."""
-        most = max(turn.scene.load)
-        prompts = self._encode(questions(turn.scene.workload, self._plan.rounds * most, most))
+        count = turn.scene.requests
+        prompts = self._encode(questions(turn.scene.workload, self._plan.rounds * count, count))
         return replace(turn, prompts=prompts, lesson=True)
 
     def _run(
@@ -182,7 +182,13 @@ class Rounds:
         on_step = None if cell is None or turn.lesson else watch(cell, contender.label)
         started = time.monotonic()
         run = engine.run(
-            turn.prompts, scene.load, turn.tokens, scene.temperature, on_step, confidence=observer is not None
+            turn.prompts,
+            scene.load,
+            turn.tokens,
+            scene.temperature,
+            on_step,
+            waves=scene.waves,
+            confidence=observer is not None,
         )
         self._spent.setdefault(scene, []).append(time.monotonic() - started)
         where = f"batch {scene.batch}, T={scene.temperature:g}, {scene.workload}"

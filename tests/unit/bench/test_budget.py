@@ -12,10 +12,10 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 10)
 
 def test_shares_follow_the_cost_of_a_step() -> None:
     small, large = shares(110.0, [Scene((1,), 0.0, "mix"), Scene((8,), 0.0, "mix")])
-    # 16.5 + 1 against 16.5 + 8 token costs.
-    assert small == pytest.approx(110 * 17.5 / 42)
+    # Four times 16.5 + 1 against 16.5 + 8 token costs.
+    assert small == pytest.approx(110 * 70 / 94.5)
     assert small + large == pytest.approx(110.0)
-    assert shares(1.0, [Scene((1, 8), 0.0, "mix"), Scene((1,), 0.0, "mix")])[0] == pytest.approx(42 / 59.5)
+    assert shares(1.0, [Scene((1, 8), 0.0, "mix"), Scene((1,), 0.0, "mix")])[0] == pytest.approx(42 / 112)
 
 
 def test_tokens_fill_the_share() -> None:

@@ -88,7 +88,7 @@ def test_contenders_take_turns_on_the_same_prompts(clock: Clock) -> None:
         ("low", "paper"),
     ]
     assert [entry[:2] for entry in log] == turn * 2
-    assert [entry[3] for entry in log] == [(0, 1)] * 5 + [(2, 3)] * 5
+    assert [entry[3] for entry in log] == [(0, 1, 2, 3)] * 5 + [(4, 5, 6, 7)] * 5
     assert {entry[4] for entry in log} == {20}
     by_policy = {(one.cell.draft, one.policy): one for one in rounds.results}
     assert by_policy["low", "static-1"].ratio_to_autoregressive == pytest.approx(1.2)
