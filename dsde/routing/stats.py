@@ -6,9 +6,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["ClassTable", "ClassStats", "ReplicaStats"]
+__all__ = ["ClassTable", "ClassStats", "ReplicaStats", "acceptance"]
 
 MEMORY = 0.98
 """Weight that a class's sums keep when another of its requests finishes: an average over the newest fifty."""
@@ -17,44 +17,37 @@ PUBLISHED = 32
 """Classes that a replica remembers and publishes, the most recently finished ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClassStats:
+class ClassStats(NamedTuple):
     """Sums over a class's finished requests, the newest weighing most.
 
-    requests: their weight. output: tokens of their answers. tokens, steps: decoded tokens and decoding steps; their
-    ratio is what one step brings. drafted, accepted: draft tokens verified and accepted.
+    requests: their weight. output: tokens of their answers. steps: decoding steps with drafts. drafted, accepted: draft
+    tokens verified and accepted in them.
     """
 
     requests: float = 0.0
     output: float = 0.0
-    tokens: float = 0.0
     steps: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
 
-    def __add__(self, other: ClassStats) -> ClassStats:
-        return self._combined(other, 1.0)
+    def plus(self, other: ClassStats, times: float = 1.0) -> ClassStats:
+        """These sums and `times` the other's."""
+        return ClassStats(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
-    def __sub__(self, other: ClassStats) -> ClassStats:
-        return self._combined(other, -1.0)
 
-    def _combined(self, other: ClassStats, sign: float) -> ClassStats:
-        return ClassStats(
-            self.requests + sign * other.requests,
-            self.output + sign * other.output,
-            self.tokens + sign * other.tokens,
-            self.steps + sign * other.steps,
-            self.drafted + sign * other.drafted,
-            self.accepted + sign * other.accepted,
-        )
+def acceptance(steps: float, drafted: float, accepted: float) -> float:
+    """alpha, the chance that a draft token is accepted after its predecessors were.
 
-    def aged(self) -> ClassStats:
-        """These sums when one more request is to be added."""
-        return ClassStats(*(MEMORY * value for value in self.values()))
-
-    def values(self) -> tuple[float, float, float, float, float, float]:
-        """The fields in order, as they are published."""
-        return self.requests, self.output, self.tokens, self.steps, self.drafted, self.accepted
+    Solves accepted / steps = alpha + alpha^2 + ... + alpha^k at k = drafted / steps: later drafts of a step count only
+    after earlier ones, so that accepted / drafted would fall with the length. steps and drafted must be above 0.
+    """
+    length, goal = drafted / steps, accepted / steps
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        emitted = middle * (1.0 - middle**length) / (1.0 - middle)
+        low, high = (middle, high) if emitted < goal else (low, middle)
+    return (low + high) / 2
 
 
 class ClassTable:
@@ -67,7 +60,7 @@ class ClassTable:
     def finish(self, classes: Iterable[str], one: ClassStats) -> None:
         """Add a finished request to each of its classes."""
         for name in classes:
-            self._classes[name] = self._classes.pop(name, ClassStats()).aged() + one
+            self._classes[name] = one.plus(self._classes.pop(name, ClassStats()), MEMORY)
         while len(self._classes) > self._remembered:
             self._classes.popitem(last=False)
 
@@ -102,7 +95,7 @@ class ReplicaStats:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return {**asdict(self), "classes": {name: one.values() for name, one in self.classes.items()}}
+        return {**asdict(self), "classes": {name: list(one) for name, one in self.classes.items()}}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> ReplicaStats:

@@ -75,6 +75,7 @@ class Lengths:
 class _Running:
     arrival: Arrival
     left: int
+    at: int
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -172,7 +173,7 @@ class Replica:
                 self._kv -= arrival.request.prompt_tokens
                 finished.append(arrival)
                 continue
-            self.running.append(_Running(arrival, arrival.output - 1))
+            self.running.append(_Running(arrival, arrival.output - 1, arrival.at))
             self._batch[arrival.group] += 1
         self._ready = []
         counted.finished += finished
@@ -201,11 +202,12 @@ class Replica:
         for one in self.running:
             arrival = one.arrival
             length = lengths[arrival.group]
-            one.steps += 1
             if length:
-                accepted = arrival.path[arrival.at]
-                arrival.at = (arrival.at + 1) % len(arrival.path)
-                accepted = min(accepted, length)
+                one.steps += 1
+                accepted = arrival.path[one.at]
+                one.at = (one.at + 1) % len(arrival.path)
+                if accepted > length:
+                    accepted = length
                 one.drafted += length
                 one.accepted += accepted
                 gained = min(accepted + 1, one.left)
@@ -224,7 +226,7 @@ class Replica:
         self._kv -= arrival.request.prompt_tokens + arrival.output - 1
         self._table.finish(
             arrival.request.classes,
-            ClassStats(1.0, arrival.output, arrival.output - 1, one.steps, one.drafted, one.accepted),
+            ClassStats(1.0, arrival.output, one.steps, one.drafted, one.accepted),
         )
 
     def _cached(self, arrival: Arrival) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dsde.control.replay import StepCosts
@@ -14,7 +13,7 @@ from dsde.simulate.policies import POLICIES
 from dsde.simulate.replica import Engine, Lengths, Replica
 from dsde.simulate.workload import MIXES, Arrival, Group, arrivals
 
-__all__ = ["Figures", "Setting", "capacity", "simulate"]
+__all__ = ["Figures", "Scenario", "Setting", "simulate"]
 
 WARMUP = 0.1
 """Share of the requests, the first ones, whose latency does not count."""
@@ -57,38 +56,48 @@ class Figures:
         return {name: float(f"{getattr(self, name):.4g}") for name in self.__dataclass_fields__}
 
 
-def capacity(setting: Setting, recorded: list[Group]) -> float:
-    """Requests per ms that one replica of full speed completes when its batch is always full."""
-    lengths = Lengths(recorded, setting.costs, setting.engine.longest)
-    replica = Replica(setting.engine, setting.costs, lengths, len(recorded))
-    replica.waiting.extend(arrivals(MIXES[setting.mix], recorded, SATURATED, setting.seed))
-    clock, done, measured = 0.0, 0, (0.0, 0)
-    while len(replica.waiting) > 1:
-        clock += replica.begin()
-        done += len(replica.end())
-        if done < setting.engine.slots:
-            measured = clock, done
-    return (done - measured[1]) / (clock - measured[0])
+class Scenario:
+    """What all policies are sent, and how long the modelled machines take for it."""
+
+    def __init__(self, setting: Setting, recorded: list[Group]) -> None:
+        self.setting, self.recorded = setting, recorded
+        self._lengths = Lengths(recorded, setting.costs, setting.engine.longest)
+        slowest = MIXES[setting.mix].slowest
+        self._speeds = [1.0] * (setting.replicas - 1) + [slowest]
+        self.arrivals = arrivals(MIXES[setting.mix], recorded, setting.requests, setting.seed)
+        self.rate = setting.load * self._capacity() * sum(self._speeds)
+
+    def replicas(self) -> list[Replica]:
+        """The machines, idle."""
+        return [self._replica(speed) for speed in self._speeds]
+
+    def _replica(self, speed: float) -> Replica:
+        return Replica(self.setting.engine, self.setting.costs, self._lengths, len(self.recorded), speed)
+
+    def _capacity(self) -> float:
+        """Requests per ms that one replica of full speed completes when its batch is always full."""
+        replica = self._replica(1.0)
+        replica.waiting.extend(arrivals(MIXES[self.setting.mix], self.recorded, SATURATED, self.setting.seed))
+        clock, done, measured = 0.0, 0, (0.0, 0)
+        while len(replica.waiting) > 1:
+            clock += replica.begin()
+            done += len(replica.end())
+            if done < self.setting.engine.slots:
+                measured = clock, done
+        return (done - measured[1]) / (clock - measured[0])
 
 
-def simulate(policy: str, setting: Setting, recorded: list[Group]) -> Figures:
-    """Run one policy; the same setting gives the same figures."""
-    return _Run(policy, setting, recorded).figures()
+def simulate(policy: str, scenario: Scenario) -> Figures:
+    """Run one policy; the same scenario gives the same figures."""
+    return _Run(policy, scenario).figures()
 
 
 class _Run:
-    def __init__(self, policy: str, setting: Setting, recorded: list[Group]) -> None:
-        mix = MIXES[setting.mix]
-        lengths = Lengths(recorded, setting.costs, setting.engine.longest)
-        speeds = [1.0] * (setting.replicas - 1) + [mix.slowest]
-        self.replicas = [Replica(setting.engine, setting.costs, lengths, len(recorded), speed) for speed in speeds]
+    def __init__(self, policy: str, scenario: Scenario) -> None:
+        setting = scenario.setting
+        self.replicas = scenario.replicas()
         self._router = POLICIES[policy](setting.replicas, setting.seed)
-        rate = setting.load * capacity(setting, recorded) * sum(speeds)
-        self._arrivals = arrivals(mix, recorded, setting.requests, setting.seed)
-        for arrival in self._arrivals:
-            arrival.time /= rate
-        self._number = {id(arrival): number for number, arrival in enumerate(self._arrivals)}
-        self._replica_of = [0] * len(self._arrivals)
+        self._arrivals, self._rate = scenario.arrivals, scenario.rate
         self._ongoing = [0] * setting.replicas
         self._open = list(range(setting.replicas))
         self._queue: deque[int] = deque()
@@ -97,7 +106,7 @@ class _Run:
         self._last = 0.0
 
     def figures(self) -> Figures:
-        events: list[tuple[float, int, int, Any]] = [(a.time, 0, n, None) for n, a in enumerate(self._arrivals)]
+        events: list[tuple[float, int, int, Any]] = [(a.time / self._rate, 0, n, None) for n, a in enumerate(self._arrivals)]
         events += [(self._random.uniform(0, 1e3 * PUBLICATION_S), 2, r, None) for r in range(len(self.replicas))]
         heapq.heapify(events)
         self._events = events
@@ -133,7 +142,6 @@ class _Run:
         arrival = self._arrivals[number]
         chosen = self._router.choose(arrival.request, self._open, now / 1e3)
         self._router.routed(number, arrival.request, chosen, now / 1e3)
-        self._replica_of[number] = chosen
         self._ongoing[chosen] += 1
         if self._ongoing[chosen] >= MAX_ONGOING:
             self._open.remove(chosen)
@@ -151,9 +159,8 @@ class _Run:
     def _ended(self, which: int, now: float) -> int:
         finished = self.replicas[which].end()
         for arrival in finished:
-            number = self._number[id(arrival)]
-            self._latency[number] = now - arrival.time
-            self._router.completed(number, which, now / 1e3)
+            self._latency[arrival.number] = now - arrival.time / self._rate
+            self._router.completed(arrival.number, which, now / 1e3)
             self._ongoing[which] -= 1
             self._last = now
             if self._ongoing[which] == MAX_ONGOING - 1:

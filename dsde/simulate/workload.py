@@ -105,13 +105,13 @@ MIXES: Mapping[str, Mix] = {
 }
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
-    """A request on its way. time: ms since the start, for an arrival rate of one per ms. output: tokens it will emit.
-
-    group: index of its recorded class. path, at: its accepted drafts, and where in them it stands.
+    """A request on its way. number: counts them. time: ms since the start, for a rate of one request per ms. output:
+    tokens it will emit. group: index of its recorded class. path, at: accepted drafts of each step, and where it starts.
     """
 
+    number: int
     time: float
     request: Request
     output: int
@@ -128,7 +128,7 @@ def arrivals(mix: Mix, recorded: list[Group], requests: int, seed: int) -> list[
     prefixes: dict[tuple[str, int], list[int]] = {}
     weights = [kind.share for kind in mix.kinds]
     time, made = 0.0, []
-    for kind in rng.choices(mix.kinds, weights, k=requests):
+    for number, kind in enumerate(rng.choices(mix.kinds, weights, k=requests)):
         time += rng.expovariate(1.0)
         group = round(kind.acceptance * (len(recorded) - 1))
         path = rng.choice(recorded[group].paths)
@@ -138,7 +138,7 @@ def arrivals(mix: Mix, recorded: list[Group], requests: int, seed: int) -> list[
         own = ids.integers(VOCABULARY, size=_length(rng, kind.prompt)).tolist()
         request = describe(prefixes[which] + own, temperature=kind.temperature, max_tokens=kind.max_tokens)
         output = min(kind.max_tokens, _length(rng, kind.output))
-        made.append(Arrival(time, request, output, group, path, rng.randrange(len(path)), kind.name))
+        made.append(Arrival(number, time, request, output, group, path, rng.randrange(len(path)), kind.name))
     return made
 
 
