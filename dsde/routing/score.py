@@ -3,8 +3,8 @@
 The step model is the controller's: a step of t tokens takes a + b t ms and each draft step d ms, for the whole batch. A
 batch drafts as deep as brings most tokens per ms, or to a given depth. Members of one acceptance level alpha emit
 1 + alpha + ... + alpha^D tokens in a step of depth D, so a batch of very different levels is slow for all of them: what
-is deep enough for some makes the others wait. The loss of a choice, in ms, is the time the request takes there and the
-time that those already there lose by it.
+is deep enough for some makes the others wait. The loss of a choice, in ms, is the time that the request takes there and
+the time that those already there lose by it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DEEPEST", "LEVELS", "Fleet", "Losses", "Wanted", "level", "losses"]
+__all__ = ["ACCEPTANCE", "DEEPEST", "LEVELS", "Fleet", "Losses", "Wanted", "level", "losses"]
 
 Array = NDArray[np.float64]
 
 ACCEPTANCE: Array = np.array([0.1, 0.25, 0.4, 0.55, 0.68, 0.78, 0.86, 0.93])
+"""The levels: requests are told apart by the one nearest to their acceptance."""
 LEVELS = len(ACCEPTANCE)
-_EDGES = (ACCEPTANCE[1:] + ACCEPTANCE[:-1]) / 2
 DEEPEST = 8
+"""Longest speculation length that is told apart."""
+_EDGES = (ACCEPTANCE[1:] + ACCEPTANCE[:-1]) / 2
 _DEPTHS = np.arange(DEEPEST + 1)
 EMITTED: Array = (ACCEPTANCE[:, None] ** _DEPTHS).cumsum(axis=1)
-"""[LEVELS, DEEPEST + 1], tokens of one request in a step."""
+"""[LEVELS, DEEPEST + 1], tokens of one request in a step of each depth."""
 WORTH = 0.15
-"""Share of a step's verified drafts below which a level drafts no deeper: a bound on what is verified in vain."""
+"""Chance of survival below which a draft token is not verified."""
 VERIFIED: Array = np.minimum(_DEPTHS, np.ceil(np.log(WORTH) / np.log(ACCEPTANCE))[:, None])
-"""[LEVELS, DEEPEST + 1], draft tokens of one request in a step."""
-
-HORIZON = 128.0
-"""Tokens of an answer that count: by then others have come and gone, and the router has levelled the replicas."""
-HARM = 1.0
-KV_FULL = 0.9
-"""Use of the KV cache above which a replica has to evict."""
+"""[LEVELS, DEEPEST + 1], draft tokens of one request that a step of each depth verifies."""
+HORIZON = 512.0
+"""Tokens of an answer that count: further on, others have come and gone."""
 
 
 def level(acceptance: float) -> int:
@@ -44,21 +42,22 @@ def level(acceptance: float) -> int:
 
 @dataclass(slots=True, eq=False)
 class Fleet:
-    """State of R replicas, [R] each but for the last three. base, token, draft: a, b and d in ms. slots: requests that
-    decode together. busy: ms of prompts still to be read. elsewhere: requests that other routers sent. depth: fixed
-    depth of drafting, -1 where the price decides. kv_use: share of the KV cache in use.
+    """State of R replicas.
 
-    members: [R, LEVELS], requests by acceptance level. emitted, tokens: [R, DEEPEST + 1], of the batch in a step of
-    each depth; both follow from members, see `refresh`. speed: [R, LEVELS], tokens per ms of one request of a level.
+    base, token, draft: [R], a, b and d in ms. places: [R], requests that can decode together. busy: [R], ms of prompts
+    still to be read. depth: [R], a fixed depth of drafting, -1 where the price decides. members: [R, LEVELS], requests
+    by level, waiting ones included.
+
+    The others follow from these, by `refresh`. emitted, time: [R, DEEPEST + 1], tokens and ms of the batch in a step of
+    each depth. speed: [R, LEVELS], tokens per ms of one request of each level.
     """
 
     base: Array
     token: Array
     draft: Array
-    slots: Array
+    places: Array
     busy: Array
     depth: Array
-    kv_use: Array
     members: Array
     emitted: Array
     time: Array
@@ -66,29 +65,31 @@ class Fleet:
 
     @classmethod
     def empty(cls, replicas: int) -> Fleet:
-        """So many replicas without requests or costs."""
-        one, depths, levels = replicas, (replicas, DEEPEST + 1), (replicas, LEVELS)
-        rows = [np.zeros(one) for _ in range(7)]
-        return cls(*rows, np.zeros(levels), np.zeros(depths), np.zeros(depths), np.zeros(levels))
+        """So many replicas, all at 0: each needs its costs and a `refresh`."""
+        rows = [np.zeros(replicas) for _ in range(6)]
+        tables = [np.zeros((replicas, width)) for width in (LEVELS, DEEPEST + 1, DEEPEST + 1, LEVELS)]
+        return cls(*rows, *tables)
 
     def refresh(self, row: int) -> None:
-        """Work out emitted, time and speed of one replica after a change of its members or costs."""
+        """Follow a change of one replica's members, costs, places or depth."""
         members = self.members[row]
-        count = members.sum()
-        share = min(1.0, self.slots[row] / count) if count else 1.0
-        decoding = members * share
-        emitted = np.dot(decoding, EMITTED)
-        verified = np.dot(decoding, VERIFIED)
-        time = self.base[row] + self.token[row] * (count * share + verified) + self.draft[row] * _DEPTHS
-        best = int(self.depth[row]) if self.depth[row] >= 0 else int((emitted / time).argmax())
+        count = float(members.sum())
+        share = min(1.0, float(self.places[row]) / count) if count > 0.0 else 1.0
+        emitted = np.dot(members, EMITTED) * share
+        tokens = np.dot(members, VERIFIED)
+        tokens += count
+        time = tokens * (share * self.token[row]) + _DEPTHS * self.draft[row]
+        time += self.base[row]
+        fixed = int(self.depth[row])
+        depth = fixed if fixed >= 0 else int((emitted / time).argmax())
         self.emitted[row], self.time[row] = emitted, time
-        self.speed[row] = EMITTED[:, best] / time[best]
+        self.speed[row] = EMITTED[:, depth] / time[depth]
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The request. output: expected tokens of its answer. level: of its acceptance. prompt: tokens to read, [R], those
-    that a replica has cached left out.
+    """The request. output: expected tokens of its answer, at least 1. level: of its acceptance. prompt: [R], prompt
+    tokens to read, those left out that a replica has cached.
     """
 
     output: float
@@ -98,32 +99,30 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """[R] each, ms. own: until the request has finished. others: lost by those already there, all together."""
+    """[R] each, ms. own: until the request has its answer. others: lost by those already there, all together."""
 
     own: Array
     others: Array
 
     @property
     def total(self) -> Array:
-        """[R], what to minimise."""
-        return self.own + HARM * self.others
+        """[R], what a choice costs."""
+        return self.own + self.others
 
 
 def losses(fleet: Fleet, wanted: Wanted) -> Losses:
-    """What each replica would lose by this request."""
-    rows = np.arange(len(fleet.base))
+    """What the request, and those already there, would lose on each replica."""
     emits, verifies = EMITTED[wanted.level], VERIFIED[wanted.level]
     count = fleet.members.sum(axis=1)
-    emitted = fleet.emitted + emits
     time = fleet.time + fleet.token[:, None] * (1.0 + verifies)
-    best = (emitted / time).argmax(axis=1)
-    best = np.where(fleet.depth >= 0, fleet.depth, best).astype(np.intp)
-    step = time[rows, best]
+    best = ((fleet.emitted + emits) / time).argmax(axis=1)
+    depth = np.where(fleet.depth >= 0.0, fleet.depth, best).astype(np.intp)
+    step = time[np.arange(len(time)), depth]
     prefill = fleet.token * wanted.prompt
-    decode = min(wanted.output, HORIZON) * step / emits[best]
-    # Behind a full batch it waits for places: each is held for about as long as its own answer takes.
-    behind = np.maximum(0.0, count + 1.0 - fleet.slots) / fleet.slots
+    decode = min(wanted.output, HORIZON) * step / emits[depth]
+    # Behind a full batch it waits for a place, which is held for about as long as its own answer takes.
+    behind = np.maximum(0.0, count + 1.0 - fleet.places) / fleet.places
     own = fleet.busy + prefill + decode * (1.0 + behind)
-    slower = 1.0 - EMITTED[:, best].T / step[:, None] / fleet.speed
-    others = np.minimum(count, fleet.slots) * prefill + decode * (fleet.members * slower).sum(axis=1)
+    slower = 1.0 - EMITTED.T[depth] / step[:, None] / fleet.speed
+    others = np.minimum(count, fleet.places) * prefill + decode * (fleet.members * slower).sum(axis=1)
     return Losses(own, others)

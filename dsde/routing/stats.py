@@ -78,7 +78,8 @@ class ReplicaStats:
     slots: requests that decode together. kv_use: share of the KV cache in use. verify_ms: (a, b) of a step of t tokens,
     a + b t. draft_ms: one draft step. Both None until the engine has measured them. length: mean speculation length,
     draft tokens per request and step. straggler_share: share of decoding time that requests waited for longer members
-    of their batch. draining: takes nothing new.
+    of their batch. priced: whether its policy drafts as deep as pays; else its depth is taken to be `length`. draining:
+    takes nothing new.
     """
 
     number: int
@@ -90,6 +91,7 @@ class ReplicaStats:
     draft_ms: float | None = None
     length: float = 0.0
     straggler_share: float = 0.0
+    priced: bool = True
     draining: bool = False
     classes: Mapping[str, ClassStats] = field(default_factory=dict)
 
@@ -112,6 +114,7 @@ class ReplicaStats:
                 draft_ms=None if value["draft_ms"] is None else float(value["draft_ms"]),
                 length=float(value["length"]),
                 straggler_share=float(value["straggler_share"]),
+                priced=bool(value["priced"]),
                 draining=bool(value["draining"]),
                 classes={str(k)[:64]: ClassStats(*map(float, v)) for k, v in list(value["classes"].items())[:PUBLISHED]},
             )

@@ -23,7 +23,7 @@ REMEMBERED = 4096
 class Router(Protocol):
     """One router of a deployment; replicas are numbers."""
 
-    def choose(self, request: Request, open_replicas: Sequence[int], now: float) -> int:
+    def choose(self, number: int, request: Request, open_replicas: Sequence[int], now: float) -> int:
         """The replica that takes the request, out of those with room. now: seconds."""
 
     def routed(self, number: int, request: Request, replica: int, now: float) -> None:
@@ -56,18 +56,18 @@ class _Counting:
 class _RoundRobin(_Counting):
     _next = 0
 
-    def choose(self, request: Request, open_replicas: Sequence[int], now: float) -> int:
+    def choose(self, number: int, request: Request, open_replicas: Sequence[int], now: float) -> int:
         self._next += 1
         return open_replicas[self._next % len(open_replicas)]
 
 
 class _TwoRandomChoices(_Counting):
-    def choose(self, request: Request, open_replicas: Sequence[int], now: float) -> int:
+    def choose(self, number: int, request: Request, open_replicas: Sequence[int], now: float) -> int:
         return two_random(self.random, open_replicas, self.queued)
 
 
 class _ShortestQueue(_Counting):
-    def choose(self, request: Request, open_replicas: Sequence[int], now: float) -> int:
+    def choose(self, number: int, request: Request, open_replicas: Sequence[int], now: float) -> int:
         fewest = min(self.queued[r] for r in open_replicas)
         return self.random.choice([r for r in open_replicas if self.queued[r] == fewest])
 
@@ -79,7 +79,7 @@ class _PrefixAffinity(_Counting):
         super().__init__(replicas, seed)
         self._prefixes: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(replicas)]
 
-    def choose(self, request: Request, open_replicas: Sequence[int], now: float) -> int:
+    def choose(self, number: int, request: Request, open_replicas: Sequence[int], now: float) -> int:
         queued = [self.queued[r] for r in open_replicas]
         if max(queued) - min(queued) > IMBALANCE:
             return two_random(self.random, open_replicas, self.queued)
@@ -104,22 +104,26 @@ class _PrefixAffinity(_Counting):
         return next((n for n, block in enumerate(request.blocks) if block not in known), len(request.blocks))
 
 
-class _StabilityAware:
+class _StabilityAware(_Counting):
     """The router that serves."""
 
     def __init__(self, replicas: int, seed: int) -> None:
+        super().__init__(replicas, seed)
         self._router = StabilityAware[int](seed=seed)
         for replica in range(replicas):
             self._router.add(replica)
 
-    def choose(self, request: Request, open_replicas: Sequence[int], now: float) -> int:
-        return self._router.choose(request, open_replicas, now)[0]
+    def choose(self, number: int, request: Request, open_replicas: Sequence[int], now: float) -> int:
+        best, *_ = self._router.choose(str(number), request, open_replicas, now)
+        return min(best, key=self.queued.__getitem__)
 
     def routed(self, number: int, request: Request, replica: int, now: float) -> None:
+        super().routed(number, request, replica, now)
         self._router.routed(str(number), request, replica, now)
 
     def completed(self, number: int, replica: int, now: float) -> None:
-        self._router.completed(str(number), now)
+        super().completed(number, replica, now)
+        self._router.completed(str(number))
 
     def published(self, replica: int, stats: ReplicaStats, now: float) -> None:
         self._router.published(replica, stats, now)

@@ -140,7 +140,7 @@ class _Run:
             self._queue.append(number)
             return
         arrival = self._arrivals[number]
-        chosen = self._router.choose(arrival.request, self._open, now / 1e3)
+        chosen = self._router.choose(number, arrival.request, self._open, now / 1e3)
         self._router.routed(number, arrival.request, chosen, now / 1e3)
         self._ongoing[chosen] += 1
         if self._ongoing[chosen] >= MAX_ONGOING:
