@@ -20,6 +20,7 @@ from dsde.control.arrays import Numbers
 from dsde.control.records import SpeculationPlan, StepObservation
 
 __all__ = [
+    "ENGINE_KEY",
     "FIGURES_KEY",
     "PolicyChange",
     "WorkerReport",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 FIGURES_KEY = "dsde"
+ENGINE_KEY = "dsde_engine"
 _REPORT = "dsde_report"
 _PLAN = "dsde_plan"
 

@@ -190,11 +190,11 @@ class StabilityAware(Generic[R]):
             booked = self._book(number, row, request, self._wanted(request, now), now)
         booked.sent = True
 
-    def completed(self, number: str) -> None:
-        """The request has ended, in whatever way; an unknown number is left alone."""
-        booked = self._booked.pop(number, None)
-        if booked is not None:
-            self._leave(booked)
+    def completed(self, number: str, replica: R) -> None:
+        """The request has ended there, in whatever way; one that is not booked there is left alone."""
+        booked = self._booked.get(number)
+        if booked is not None and booked.row == self._rows.get(replica):
+            self._leave(self._booked.pop(number))
 
     def _grow(self) -> int:
         size = len(self._replicas)
@@ -235,7 +235,7 @@ class StabilityAware(Generic[R]):
             if booked.sent:
                 self._booked.move_to_end(number)
             elif now - booked.at > UNSENT_S:
-                self.completed(number)
+                self._leave(self._booked.pop(number))
 
     def _oldest(self, count: int) -> list[str]:
         return [number for number, _ in zip(self._booked, range(count), strict=False)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["BLOCK", "Request", "describe"]
+__all__ = ["BLOCK", "HINT", "Request", "describe", "described"]
 
 BLOCK = 64
 """Prompt tokens in one block of a prefix."""
@@ -16,6 +17,8 @@ MAX_BLOCKS = 32
 HEAD = 16
 """Leading tokens that tell templates and system prompts apart."""
 MAX_HINT = 32
+HINT = "dsde_hint"
+"""Entry of SamplingParams.extra_args in which a sender names the kind of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,23 @@ def describe(
     regime = "greedy" if temperature <= 0.0 else "sampled"
     sizes = f"{regime}/p{length.bit_length()}/m{limit.bit_length()}"
     head = _hash(token_ids[:HEAD], 0)
-    classes = (f"{sizes}/{head:08x}", sizes, regime)
-    if hint:
-        classes = (f"{hint[:MAX_HINT]}/{regime}", *classes)
+    named = (f"{hint[:MAX_HINT]}/{regime}",) if hint else ()
     blocks: list[int] = []
     before = 0
     for start in range(0, min(length - length % BLOCK, BLOCK * MAX_BLOCKS), BLOCK):
         before = _hash(token_ids[start : start + BLOCK], before)
         blocks.append(before)
-    return Request(classes, length, limit, tuple(blocks))
+    return Request((*named, f"{sizes}/{head:08x}", sizes, regime), length, limit, tuple(blocks))
+
+
+def described(prompt: Mapping[str, Any], sampling_params: Any) -> Request:
+    """The same of a request as it goes to an engine: vLLM's engine input and SamplingParams."""
+    return describe(
+        prompt.get("prompt_token_ids") or (),
+        temperature=sampling_params.temperature,
+        max_tokens=sampling_params.max_tokens,
+        hint=(sampling_params.extra_args or {}).get(HINT),
+    )
 
 
 def _hash(token_ids: Sequence[int], before: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["ClassTable", "ClassStats", "ReplicaStats", "acceptance"]
+__all__ = ["ClassStats", "ClassTable", "ReplicaStats", "acceptance"]
 
 MEMORY = 0.98
 """Weight that a class's sums keep when another of its requests finishes: an average over the newest fifty."""
@@ -116,7 +116,9 @@ class ReplicaStats:
                 straggler_share=float(value["straggler_share"]),
                 priced=bool(value["priced"]),
                 draining=bool(value["draining"]),
-                classes={str(k)[:64]: ClassStats(*map(float, v)) for k, v in list(value["classes"].items())[:PUBLISHED]},
+                classes={
+                    str(k)[:64]: ClassStats(*map(float, v)) for k, v in list(value["classes"].items())[:PUBLISHED]
+                },
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"routing stats {value!r} are not accepted: {type(error).__name__}: {error}") from error

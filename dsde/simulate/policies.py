@@ -123,7 +123,7 @@ class _StabilityAware(_Counting):
 
     def completed(self, number: int, replica: int, now: float) -> None:
         super().completed(number, replica, now)
-        self._router.completed(str(number))
+        self._router.completed(str(number), replica)
 
     def published(self, replica: int, stats: ReplicaStats, now: float) -> None:
         self._router.published(replica, stats, now)

@@ -63,7 +63,7 @@ class Lengths:
             return none
         rows = np.repeat(self._survival, batch, axis=0)
         costs = Costs(self._costs.verify_ms(count), self._costs.token, self._costs.draft_ms(count))
-        price = best_price(cast(Any, rows), cast(Any, np.zeros_like(rows)), count, costs)
+        price = best_price(cast("Any", rows), cast("Any", np.zeros_like(rows)), count, costs)
         if not price.depth:
             return none
         worth = (self._survival > MARGIN * price.rate * costs.token).sum(axis=1)

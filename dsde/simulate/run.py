@@ -11,7 +11,7 @@ from typing import Any
 from dsde.control.replay import StepCosts
 from dsde.simulate.policies import POLICIES
 from dsde.simulate.replica import Engine, Lengths, Replica
-from dsde.simulate.workload import MIXES, Arrival, Group, arrivals
+from dsde.simulate.workload import MIXES, Group, arrivals
 
 __all__ = ["Figures", "Scenario", "Setting", "simulate"]
 
@@ -106,7 +106,9 @@ class _Run:
         self._last = 0.0
 
     def figures(self) -> Figures:
-        events: list[tuple[float, int, int, Any]] = [(a.time / self._rate, 0, n, None) for n, a in enumerate(self._arrivals)]
+        events: list[tuple[float, int, int, Any]] = [
+            (a.time / self._rate, 0, n, None) for n, a in enumerate(self._arrivals)
+        ]
         events += [(self._random.uniform(0, 1e3 * PUBLICATION_S), 2, r, None) for r in range(len(self.replicas))]
         heapq.heapify(events)
         self._events = events

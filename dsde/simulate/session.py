@@ -153,7 +153,7 @@ def _table(results: Sequence[_Result], settings: Sequence[Setting], machine: str
         title += f", mean of {len(settings)} seeds"
     table = Table(title=title, title_justify="left")
     baseline = next((one.mean("p99_ms") for one in results if one.policy == BASELINE), None)
-    for name in ("policy", "p50 s", "p99 s", "p99 change", "mean s", "tokens/s", "straggler share"):
+    for name in ("policy", "p50\ns", "p99\ns", "p99\nchange", "mean\ns", "tokens\n/s", "straggler\nshare"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for one in results:
         change = "" if baseline is None else f"{100 * (one.mean('p99_ms') / baseline - 1):+.1f} %"
