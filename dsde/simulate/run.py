@@ -15,6 +15,7 @@ from dsde.simulate.workload import MIXES, Group, arrivals
 
 __all__ = ["Figures", "Scenario", "Setting", "simulate"]
 
+ENGINE = Engine()
 WARMUP = 0.1
 """Share of the requests, the first ones, whose latency does not count."""
 PUBLICATION_S = 1.0
@@ -36,7 +37,7 @@ class Setting:
     requests: int
     seed: int
     costs: StepCosts
-    engine: Engine = Engine()
+    engine: Engine = ENGINE
 
 
 @dataclass(frozen=True, slots=True)

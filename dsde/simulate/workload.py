@@ -108,7 +108,7 @@ MIXES: Mapping[str, Mix] = {
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
     """A request on its way. number: counts them. time: ms since the start, for a rate of one request per ms. output:
-    tokens it will emit. group: index of its recorded class. path, at: accepted drafts of each step, and where it starts.
+    tokens it will emit. group: index of its recorded class. path, at: accepted drafts of each step, and its first one.
     """
 
     number: int
