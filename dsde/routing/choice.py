@@ -33,8 +33,8 @@ OUTPUT = 200.0
 ALPHA = 0.6
 """Tokens of an answer, and acceptance, that are taken for granted before anything is known."""
 PRIOR = 4.0
-SLOTS = 20.0
-"""Requests, and draft tokens, that the wider class weighs within a narrower one."""
+STEPS = 20.0
+"""Requests, and steps with drafts, that the wider class weighs within a narrower one."""
 SLIGHT = 1e-6
 COSTS = (20.0, 0.1, 1.5)
 """a, b and d in ms of a replica that has published none, while nobody has."""
@@ -59,7 +59,6 @@ class _Replica:
     ended: requests that this router saw end since the latest publication, which may still count them.
     """
 
-    heard: float = -math.inf
     stats: ReplicaStats | None = None
     own: int = 0
     ended: int = 0
@@ -80,8 +79,11 @@ class StabilityAware(Generic[R]):
         self._replicas: list[_Replica] = []
         self._fleet = Fleet.empty(0)
         self._read_by = np.zeros(0)
+        self._heard = np.zeros(0)
+        self._draining = np.zeros(0, dtype=bool)
         self._booked: OrderedDict[str, _Booked] = OrderedDict()
         self._classes: dict[str, ClassStats] = {}
+        self._alphas: dict[str, float] = {}
         self._prefixes = Prefixes()
 
     @property
@@ -107,6 +109,7 @@ class StabilityAware(Generic[R]):
         fleet.places[row] = float(np.median(fleet.places[known])) if known else 32.0
         fleet.depth[row] = fleet.depth[known[0]] if known else -1.0
         fleet.members[row] = self._read_by[row] = 0.0
+        self._heard[row], self._draining[row] = -math.inf, False
         fleet.refresh(row)
 
     def remove(self, replica: R) -> None:
@@ -133,7 +136,7 @@ class StabilityAware(Generic[R]):
         before = known.stats
         if before is not None and before.number == stats.number:
             return
-        known.stats, known.heard = stats, now
+        known.stats, self._heard[row], self._draining[row] = stats, now, stats.draining
         if stats.verify_ms is not None and stats.verify_ms[0] > 0.0:
             fleet.base[row], fleet.token[row] = stats.verify_ms
         if stats.draft_ms is not None:
@@ -152,13 +155,12 @@ class StabilityAware(Generic[R]):
     def fresh(self, replica: R, now: float) -> bool:
         """Whether its latest publication may be relied on."""
         row = self._rows.get(replica)
-        return row is not None and now - self._replicas[row].heard <= self._stale_s
+        return row is not None and bool(now - self._heard[row] <= self._stale_s)
 
     def draining(self, replica: R) -> bool:
         """Whether it has said that it takes nothing new."""
         row = self._rows.get(replica)
-        stats = None if row is None else self._replicas[row].stats
-        return stats is not None and stats.draining
+        return row is not None and bool(self._draining[row])
 
     def choose(self, number: str, request: Request | None, candidates: Sequence[R], now: float) -> list[list[R]]:
         """Ranks of candidates, the best first; within one, the shorter queue is to be taken. Empty: none takes any.
@@ -166,19 +168,23 @@ class StabilityAware(Generic[R]):
         It books the request, by its `number`, where it should go; routed() corrects that. Two candidates at random
         where most of their publications are too old, or nothing is known of the request (None).
         """
-        usable = [one for one in candidates if one in self._rows and not self.draining(one)]
+        usable = [one for one in candidates if one in self._rows]
+        rows = np.array([self._rows[one] for one in usable], dtype=np.intp)
+        draining = self._draining[rows]
+        if draining.any():
+            usable = [one for one, drains in zip(usable, draining.tolist(), strict=True) if not drains]
+            rows = rows[~draining]
         if not usable:
             return []
-        stale = sum(not self.fresh(one, now) for one in usable)
+        stale = np.count_nonzero(self._heard[rows] < now - self._stale_s)
         if request is None or 2 * stale > len(usable):
             pair = self._random.sample(usable, min(2, len(usable)))
             return [pair, [one for one in usable if one not in pair]] if len(usable) > 2 else [pair]
         wanted = self._wanted(request, now)
-        loss = losses(self._fleet, wanted).total.tolist()
-        order = sorted(usable, key=lambda one: loss[self._rows[one]])
-        self._book(number, self._rows[order[0]], request, wanted, now)
-        ranks = [[one] for one in order[:RANKED]]
-        return [*ranks, order[RANKED:]] if len(order) > RANKED else ranks
+        order = losses(self._fleet, wanted).total[rows].argsort().tolist()
+        self._book(number, int(rows[order[0]]), request, wanted, now)
+        ranks = [[usable[index]] for index in order[:RANKED]]
+        return [*ranks, [usable[index] for index in order[RANKED:]]] if len(order) > RANKED else ranks
 
     def routed(self, number: str, request: Request, replica: R, now: float) -> None:
         """A replica has taken the request."""
@@ -202,7 +208,8 @@ class StabilityAware(Generic[R]):
         for name in Fleet.__slots__:
             getattr(new, name)[:size] = getattr(old, name)
         self._fleet = new
-        self._read_by = np.append(self._read_by, 0.0)
+        self._read_by, self._heard = np.append(self._read_by, 0.0), np.append(self._heard, -math.inf)
+        self._draining = np.append(self._draining, False)
         self._replicas.append(_Replica())
         return size
 
@@ -247,10 +254,12 @@ class StabilityAware(Generic[R]):
             if was == now:
                 continue
             held = self._classes.get(name, ClassStats()).plus(now).plus(was, -1.0)
+            self._classes.pop(name, None)
+            self._alphas.pop(name, None)
             if held.requests > SLIGHT:
                 self._classes[name] = held
-            else:
-                self._classes.pop(name, None)
+                if held.steps > SLIGHT and held.drafted > SLIGHT:
+                    self._alphas[name] = acceptance(held.steps, held.drafted, held.accepted)
 
     def _expect(self, request: Request) -> tuple[float, float]:
         """(answer tokens, acceptance) of its narrowest class, each shrunk toward the next wider one."""
@@ -260,7 +269,7 @@ class StabilityAware(Generic[R]):
             if one is None:
                 continue
             output = (one.output + PRIOR * output) / (one.requests + PRIOR)
-            accepted = acceptance(one.steps + SLOTS, one.drafted + SLOTS, one.accepted + SLOTS * accepted)
+            accepted += (self._alphas.get(name, accepted) - accepted) * one.steps / (one.steps + STEPS)
         return min(output, request.max_tokens), accepted
 
     def _wanted(self, request: Request, now: float) -> Wanted:

@@ -9,7 +9,7 @@ __all__ = ["Prefixes"]
 
 REMEMBERED = 16_384
 """Blocks that are remembered, all replicas together."""
-HOLDERS = 8
+HOLDERS = 4
 """Replicas that are remembered for one block, the newest."""
 
 
@@ -23,17 +23,17 @@ class Prefixes:
     def matched(self, blocks: Sequence[int]) -> dict[int, int]:
         """Leading blocks by row, for the rows that have read the first one at least."""
         found: dict[int, int] = {}
+        alive: tuple[int, ...] = ()
         for count, block in enumerate(blocks):
-            holders = self._holders.get(block)
-            if holders is None:
+            holders = self._holders.get(block, ())
+            if holders == alive and count:
+                continue
+            kept = tuple(row for row in alive if row in holders) if count else holders
+            found.update((row, count) for row in alive if row not in kept)
+            alive = kept
+            if not alive:
                 break
-            more = False
-            for row in holders:
-                if found.get(row, 0) == count:
-                    found[row] = count + 1
-                    more = True
-            if not more:
-                break
+        found.update((row, len(blocks)) for row in alive)
         return found
 
     def sent(self, blocks: Sequence[int], row: int) -> None:

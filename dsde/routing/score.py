@@ -27,10 +27,12 @@ _EDGES = (ACCEPTANCE[1:] + ACCEPTANCE[:-1]) / 2
 _DEPTHS = np.arange(DEEPEST + 1)
 EMITTED: Array = (ACCEPTANCE[:, None] ** _DEPTHS).cumsum(axis=1)
 """[LEVELS, DEEPEST + 1], tokens of one request in a step of each depth."""
+_BY_DEPTH = np.ascontiguousarray(EMITTED.T)
 WORTH = 0.15
 """Chance of survival below which a draft token is not verified."""
 VERIFIED: Array = np.minimum(_DEPTHS, np.ceil(np.log(WORTH) / np.log(ACCEPTANCE))[:, None])
 """[LEVELS, DEEPEST + 1], draft tokens of one request that a step of each depth verifies."""
+_BOTH = np.hstack((EMITTED, 1.0 + VERIFIED))
 HORIZON = 512.0
 """Tokens of an answer that count: further on, others have come and gone."""
 
@@ -48,8 +50,9 @@ class Fleet:
     still to be read. depth: [R], a fixed depth of drafting, -1 where the price decides. members: [R, LEVELS], requests
     by level, waiting ones included.
 
-    The others follow from these, by `refresh`. emitted, time: [R, DEEPEST + 1], tokens and ms of the batch in a step of
-    each depth. speed: [R, LEVELS], tokens per ms of one request of each level.
+    The others follow from these, by `refresh`. count: [R], all members. decoding: [R], those that have a place. turns:
+    [R], the time one more would take, as a multiple of what it takes with a place. emitted, time: [R, DEEPEST + 1],
+    tokens and ms of the batch in a step of each depth. pace: [R, LEVELS], ms per token of all members of each level.
     """
 
     base: Array
@@ -59,34 +62,47 @@ class Fleet:
     busy: Array
     depth: Array
     members: Array
+    count: Array
+    decoding: Array
+    turns: Array
     emitted: Array
     time: Array
-    speed: Array
+    pace: Array
 
     @classmethod
     def empty(cls, replicas: int) -> Fleet:
         """So many replicas, all at 0: each needs its costs and a `refresh`."""
         rows = [np.zeros(replicas) for _ in range(6)]
-        tables = [np.zeros((replicas, width)) for width in (LEVELS, DEEPEST + 1, DEEPEST + 1, LEVELS)]
-        return cls(*rows, *tables)
+        members, emitted, time, pace = (
+            np.zeros((replicas, width)) for width in (LEVELS, DEEPEST + 1, DEEPEST + 1, LEVELS)
+        )
+        return cls(*rows, members, *(np.zeros(replicas) for _ in range(3)), emitted, time, pace)
 
     def refresh(self, row: int) -> None:
         """Follow a change of one replica's members, costs, places or depth."""
         members = self.members[row]
-        count = float(members.sum())
-        share = min(1.0, float(self.places[row]) / count) if count > 0.0 else 1.0
-        emitted = np.dot(members, EMITTED) * share
-        tokens = np.dot(members, VERIFIED)
-        tokens += count
-        time = tokens * (share * self.token[row]) + _DEPTHS * self.draft[row]
-        time += self.base[row]
-        fixed = int(self.depth[row])
-        depth = fixed if fixed >= 0 else int((emitted / time).argmax())
+        count, places = float(members.sum()), float(self.places[row])
+        decoding = min(count, places)
+        share = decoding / count if count > 0.0 else 1.0
+        both = np.dot(members, _BOTH)
+        both *= share
+        emitted, time = both[: DEEPEST + 1], both[DEEPEST + 1 :]
+        time *= self.token[row]
+        time += self.base[row] + _DEPTHS * self.draft[row]
+        depth = int(self.depth[row])
+        if depth < 0:
+            depth = int((emitted / time).argmax())
+        else:
+            # No other depth is ever the best.
+            time[:depth] = time[depth + 1 :] = np.inf
+        self.count[row], self.decoding[row] = count, decoding
+        # Behind a full batch it waits for a place, which is held for about as long as its own answer takes.
+        self.turns[row] = 1.0 + max(0.0, count + 1.0 - places) / places
         self.emitted[row], self.time[row] = emitted, time
-        self.speed[row] = EMITTED[:, depth] / time[depth]
+        self.pace[row] = members * (time[depth] / EMITTED[:, depth])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """The request. output: expected tokens of its answer, at least 1. level: of its acceptance. prompt: [R], prompt
     tokens to read, those left out that a replica has cached.
@@ -97,7 +113,7 @@ class Wanted:
     prompt: Array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Losses:
     """[R] each, ms. own: until the request has its answer. others: lost by those already there, all together."""
 
@@ -113,16 +129,13 @@ class Losses:
 def losses(fleet: Fleet, wanted: Wanted) -> Losses:
     """What the request, and those already there, would lose on each replica."""
     emits, verifies = EMITTED[wanted.level], VERIFIED[wanted.level]
-    count = fleet.members.sum(axis=1)
     time = fleet.time + fleet.token[:, None] * (1.0 + verifies)
-    best = ((fleet.emitted + emits) / time).argmax(axis=1)
-    depth = np.where(fleet.depth >= 0.0, fleet.depth, best).astype(np.intp)
+    depth = ((fleet.emitted + emits) / time).argmax(axis=1)
     step = time[np.arange(len(time)), depth]
     prefill = fleet.token * wanted.prompt
     decode = min(wanted.output, HORIZON) * step / emits[depth]
-    # Behind a full batch it waits for a place, which is held for about as long as its own answer takes.
-    behind = np.maximum(0.0, count + 1.0 - fleet.places) / fleet.places
-    own = fleet.busy + prefill + decode * (1.0 + behind)
-    slower = 1.0 - EMITTED.T[depth] / step[:, None] / fleet.speed
-    others = np.minimum(count, fleet.places) * prefill + decode * (fleet.members * slower).sum(axis=1)
+    own = fleet.busy + prefill + decode * fleet.turns
+    # A member keeps the share (its ms per token before) / (its ms per token now) of its speed.
+    kept = np.einsum("ij,ij->i", fleet.pace, _BY_DEPTH[depth]) / step
+    others = fleet.decoding * prefill + decode * (fleet.count - kept)
     return Losses(own, others)

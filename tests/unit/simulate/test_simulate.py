@@ -96,9 +96,8 @@ def test_mixes_are_drawn_from_the_seed(mix: str) -> None:
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_run_is_the_same_again_and_serves_everybody(policy: str) -> None:
-    scenario = Scenario(
-        Setting(3, 0.7, "mixed", 200, 5, COSTS), groups(synthesize(requests=4, rounds=8, acceptance=0.7))
-    )
+    recorded = groups(synthesize(requests=4, rounds=8, acceptance=0.7))
+    scenario = Scenario(Setting(3, 0.7, "mixed", 200, 5, COSTS), recorded)
     first, again = simulate(policy, scenario), simulate(policy, scenario)
     assert first == again
     assert 0.0 < first.p50_ms <= first.p99_ms
