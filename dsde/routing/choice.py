@@ -85,6 +85,7 @@ class StabilityAware(Generic[R]):
         self._classes: dict[str, ClassStats] = {}
         self._alphas: dict[str, float] = {}
         self._prefixes = Prefixes()
+        self._changed: set[int] = set()
 
     @property
     def replicas(self) -> frozenset[R]:
@@ -110,7 +111,7 @@ class StabilityAware(Generic[R]):
         fleet.depth[row] = fleet.depth[known[0]] if known else -1.0
         fleet.members[row] = self._read_by[row] = 0.0
         self._heard[row], self._draining[row] = -math.inf, False
-        fleet.refresh(row)
+        self._changed.add(row)
 
     def remove(self, replica: R) -> None:
         """It is gone, and all that was there with it."""
@@ -124,7 +125,7 @@ class StabilityAware(Generic[R]):
         self._prefixes.forget(row)
         self._replicas[row] = _Replica()
         self._fleet.members[row] = 0.0
-        self._fleet.refresh(row)
+        self._changed.add(row)
         self._free.append(row)
 
     def published(self, replica: R, stats: ReplicaStats, now: float) -> None:
@@ -150,7 +151,8 @@ class StabilityAware(Generic[R]):
         known.others, known.ended = others, 0
         self._merge(before.classes if before is not None else {}, stats.classes)
         self._strike(now)
-        fleet.refresh(row)
+        self._changed.add(row)
+        self._settle()
 
     def fresh(self, replica: R, now: float) -> bool:
         """Whether its latest publication may be relied on."""
@@ -180,6 +182,7 @@ class StabilityAware(Generic[R]):
         if request is None or 2 * stale > len(usable):
             pair = self._random.sample(usable, min(2, len(usable)))
             return [pair, [one for one in usable if one not in pair]] if len(usable) > 2 else [pair]
+        self._settle()
         wanted = self._wanted(request, now)
         order = losses(self._fleet, wanted).total[rows].argsort().tolist()
         self._book(number, int(rows[order[0]]), request, wanted, now)
@@ -195,6 +198,8 @@ class StabilityAware(Generic[R]):
         if booked is None or booked.row != row:
             booked = self._book(number, row, request, self._wanted(request, now), now)
         booked.sent = True
+        self._prefixes.sent(request.blocks, row)
+        self._settle()
 
     def completed(self, number: str, replica: R) -> None:
         """The request has ended there, in whatever way; one that is not booked there is left alone."""
@@ -222,8 +227,7 @@ class StabilityAware(Generic[R]):
         fleet.members[row, wanted.level] += 1.0
         self._replicas[row].own += 1
         self._read_by[row] = max(self._read_by[row], now) + 1e-3 * fleet.token[row] * wanted.prompt[row]
-        self._prefixes.sent(request.blocks, row)
-        fleet.refresh(row)
+        self._changed.add(row)
         if len(self._booked) > BOOKED:
             self._leave(self._booked.popitem(last=False)[1])
         return booked
@@ -233,7 +237,13 @@ class StabilityAware(Generic[R]):
         replica.own -= 1
         replica.ended += 1
         self._fleet.members[booked.row, booked.level] -= 1.0
-        self._fleet.refresh(booked.row)
+        self._changed.add(booked.row)
+
+    def _settle(self) -> None:
+        """Work out what follows from changed books; put off to where nobody waits for a choice, or to the next one."""
+        for row in self._changed:
+            self._fleet.refresh(row)
+        self._changed.clear()
 
     def _strike(self, now: float) -> None:
         """Forget the oldest requests that were never sent; those that are being served may take their time."""

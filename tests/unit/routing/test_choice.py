@@ -143,6 +143,7 @@ def test_a_request_goes_where_its_prefix_was_read() -> None:
     shared = list(range(1280))
     one, two, other = (describe([*shared, tail], temperature=0, max_tokens=20) for tail in (1, 2, 3))
     place = made.choose("1", one, list("abc"), 0.0)[0][0]
+    made.routed("1", one, place, 0.0)
     made.completed("1", place)
     assert all(first(made, "abc", 4.0, request) == place for request in (two, other))
     fresh = describe(list(range(9000, 10280)), temperature=0, max_tokens=20)
