@@ -61,10 +61,10 @@ class Fleet:
     places: Array
     busy: Array
     depth: Array
-    members: Array
     count: Array
     decoding: Array
     turns: Array
+    members: Array
     emitted: Array
     time: Array
     pace: Array
@@ -72,11 +72,11 @@ class Fleet:
     @classmethod
     def empty(cls, replicas: int) -> Fleet:
         """So many replicas, all at 0: each needs its costs and a `refresh`."""
-        rows = [np.zeros(replicas) for _ in range(6)]
+        rows = [np.zeros(replicas) for _ in range(9)]
         members, emitted, time, pace = (
             np.zeros((replicas, width)) for width in (LEVELS, DEEPEST + 1, DEEPEST + 1, LEVELS)
         )
-        return cls(*rows, members, *(np.zeros(replicas) for _ in range(3)), emitted, time, pace)
+        return cls(*rows, members=members, emitted=emitted, time=time, pace=pace)
 
     def refresh(self, row: int) -> None:
         """Follow a change of one replica's members, costs, places or depth."""
