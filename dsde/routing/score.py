@@ -72,11 +72,8 @@ class Fleet:
     @classmethod
     def empty(cls, replicas: int) -> Fleet:
         """So many replicas, all at 0: each needs its costs and a `refresh`."""
-        rows = [np.zeros(replicas) for _ in range(9)]
-        members, emitted, time, pace = (
-            np.zeros((replicas, width)) for width in (LEVELS, DEEPEST + 1, DEEPEST + 1, LEVELS)
-        )
-        return cls(*rows, members=members, emitted=emitted, time=time, pace=pace)
+        widths = (1, 1, 1, 1, 1, 1, 1, 1, 1, LEVELS, DEEPEST + 1, DEEPEST + 1, LEVELS)
+        return cls(*(np.zeros(replicas) if width == 1 else np.zeros((replicas, width)) for width in widths))
 
     def refresh(self, row: int) -> None:
         """Follow a change of one replica's members, costs, places or depth."""
