@@ -14,13 +14,12 @@ from vllm.outputs import RequestOutput
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-from dsde.control.controller import Controller
 from dsde.engine.remote import GenerateCall
 from dsde.engine.transport import ENGINE_KEY, FIGURES_KEY
 from dsde.routing.request import described
 from dsde.routing.stats import ClassStats, ClassTable, ReplicaStats
 
-__all__ = ["EngineLoad", "RoutingRecord", "engine_costs"]
+__all__ = ["EngineLoad", "RoutingRecord"]
 
 PRICED = frozenset({"goodput"})
 """Policies that draft as deep as pays."""
@@ -54,21 +53,6 @@ class EngineLoad(StatLoggerBase):
     def logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
         """Itself, as vLLM's factory of stat loggers."""
         return self
-
-
-def engine_costs(controller: Controller, running: int) -> dict[str, Any]:
-    """What the scheduler sends along with a finished request, as plain values.
-
-    verify: [a, b], draft: d for `running` requests, all in ms, or None where no step has been measured. policy: the
-    default policy's name.
-    """
-    cost = controller.cost
-    measured = cost.measured
-    return {
-        "verify": list(cost.line) if measured else None,
-        "draft": cost.draft(max(1, running)) if measured else None,
-        "policy": controller.policy.name,
-    }
 
 
 class RoutingRecord:

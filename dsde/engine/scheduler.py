@@ -20,8 +20,7 @@ from vllm.v1.request import Request
 from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan
 from dsde.engine.options import RequestOptions, parse
-from dsde.engine.routing import engine_costs
-from dsde.engine.transport import ENGINE_KEY, FIGURES_KEY, attach_plan, observation, plan_of, report_of
+from dsde.engine.transport import ENGINE_KEY, FIGURES_KEY, attach_plan, engine_costs, observation, plan_of, report_of
 from dsde.engine.vllm_internals import require_supported_vllm
 
 __all__ = ["DsdeAsyncScheduler", "DsdeScheduler"]

@@ -1,7 +1,7 @@
 """The stability-aware router against Serve's own on a real two-replica application, in interleaved rounds.
 
-The application stays up; each turn configures the engine deployment's router anew and takes a fresh handle, whose router
-then is the configured one. Both get the same requests at the same times in a round, which go to the engines past HTTP.
+The application stays up. Each turn configures the engine deployment's router anew and takes a fresh handle, which then
+routes by it. Both get the same requests at the same times in a round; they go to the engines past HTTP.
 
 Usage: .venv/bin/python tests/benchmarks/router_on_app.py [--rounds 3] [--requests 32] [--rate 1.2]
 """
