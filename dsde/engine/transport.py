@@ -1,7 +1,7 @@
 """How observations go up and figures go out.
 
 Up: the worker hangs a WorkerReport on vLLM's ModelRunnerOutput as a plain attribute, and the scheduler joins it with
-what it knows itself into a StepObservation. Out: figures, and what the engine has learnt of its costs, leave as entries of
+what it knows itself into a StepObservation. Out: figures, and the costs that the engine has learnt, leave as entries of
 RequestOutput.kv_transfer_params.
 """
 
