@@ -35,7 +35,7 @@ class StabilityAwareRouter(RequestRouter):
     def initialize_state(self, stale_s: float = 5 * PUBLICATION_S) -> None:
         """stale_s: age in seconds from which a publication is not relied on."""
         self._router = StabilityAware[ReplicaID](stale_s=stale_s)
-        # The stats object that was read last, by replica: Serve hands out the same one until there is a newer.
+        # Number of the publication that was read last: Serve repeats all of them when one is new.
         self._read: dict[ReplicaID, Any] = {}
         self._dead: set[ReplicaID] = set()
 
@@ -51,8 +51,9 @@ class StabilityAwareRouter(RequestRouter):
         for one in replicas:
             self._router.add(one.replica_id)
             published = one.routing_stats
-            if published and published is not self._read.get(one.replica_id):
-                self._read[one.replica_id] = published
+            number = published.get("number") if published else None
+            if number is not None and number != self._read.get(one.replica_id):
+                self._read[one.replica_id] = number
                 try:
                     self._router.published(one.replica_id, ReplicaStats.from_dict(published), now)
                 except ValueError:

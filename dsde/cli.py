@@ -285,7 +285,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", metavar="N", default="8", help="engine replicas, 1 to 256 (8)")
     parser.add_argument("--load", metavar="SHARE", default="0.7", help="share of what full replicas complete (0.7)")
     parser.add_argument("--mix", metavar="NAME", default="mixed", help="what is sent, see below (mixed)")
-    parser.add_argument("--requests", metavar="M", default="2000", help="requests of a run (2000)")
+    parser.add_argument("--requests", metavar="M", help="requests of a run (250 for each replica)")
     parser.add_argument("--seed", metavar="S", default="0", help="seed of the first run (0)")
     parser.add_argument("--runs", metavar="R", default="1", help="runs, each with the next seed; figures are means (1)")
     parser.add_argument("--policies", metavar="NAME,...", default="all", help="who takes part (all)")

@@ -24,6 +24,8 @@ __all__ = ["run"]
 
 BASELINE = "two_random_choices"
 """What Ray Serve does by itself."""
+PER_REPLICA = 250
+"""Requests for each replica by default: fewer, and the run is over before the replicas are as full as they get."""
 SILENCE_S = 2.0
 PACKAGED = Path(__file__).parent.parent / "traces"
 MADE_UP = {"code": (0.85, 0.0), "summary": (0.75, 0.0), "chat": (0.65, 0.7), "story": (0.4, 1.0)}
@@ -75,7 +77,7 @@ def _settings(given: argparse.Namespace) -> list[Setting]:
     if given.machine not in COSTS:
         raise ValueError(f"--machine {given.machine}: accepted: {', '.join(COSTS)}")
     replicas = _count("--replicas", given.replicas, 1, 256)
-    requests = _count("--requests", given.requests, 100, 100_000)
+    requests = _count("--requests", given.requests or str(max(100, PER_REPLICA * replicas)), 100, 100_000)
     seed = _count("--seed", given.seed, 0, 2**31)
     runs = _count("--runs", given.runs, 1, 100)
     try:

@@ -33,7 +33,9 @@ def published(engines: DeploymentHandle) -> list[ReplicaStats]:
     if not engines.is_initialized:
         engines._init()
     router = engines._router._asyncio_router.request_router
-    return [ReplicaStats.from_dict(one.routing_stats) for one in router.curr_replicas.values() if one.routing_stats]
+    # Its router is made when the deployment's configuration has come.
+    running = [] if router is None else router.curr_replicas.values()
+    return [ReplicaStats.from_dict(one.routing_stats) for one in running if one.routing_stats]
 
 
 def until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -111,9 +111,7 @@ async def test_other_calls_and_unread_publications_go_to_two_at_random(router: S
     ranks = await offer(router, replicas, pending("1", "vllm_config"))
     assert [len(rank) for rank in ranks] == [2, 1]
     assert router._router.booked == 0
-    for one in replicas:
-        one.routing_stats = {"of": "another version"}
-    strangers = [Running(name, {"of": "another version"}) for name in "def"]
+    strangers = [Running(name, {"number": 7, "of": "another version"}) for name in "def"]
     ranks = await offer(router, strangers, pending("2"))
     assert [len(rank) for rank in ranks] == [2, 1]
 
