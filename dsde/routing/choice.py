@@ -206,6 +206,7 @@ class StabilityAware(Generic[R]):
         booked = self._booked.get(number)
         if booked is not None and booked.row == self._rows.get(replica):
             self._leave(self._booked.pop(number))
+            self._settle()
 
     def _grow(self) -> int:
         size = len(self._replicas)
