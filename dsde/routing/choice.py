@@ -171,7 +171,7 @@ class StabilityAware(Generic[R]):
         where most of their publications are too old, or nothing is known of the request (None).
         """
         usable = [one for one in candidates if one in self._rows]
-        rows = np.array([self._rows[one] for one in usable], dtype=np.intp)
+        rows = np.array(list(map(self._rows.__getitem__, usable)), dtype=np.intp)
         draining = self._draining[rows]
         if draining.any():
             usable = [one for one, drains in zip(usable, draining.tolist(), strict=True) if not drains]
@@ -289,7 +289,8 @@ class StabilityAware(Generic[R]):
         np.subtract(self._read_by, now, out=fleet.busy)
         np.maximum(fleet.busy, 0.0, out=fleet.busy)
         fleet.busy *= 1e3
-        prompt = np.full(len(self._replicas), float(request.prompt_tokens))
+        prompt = np.empty(len(self._replicas))
+        prompt.fill(request.prompt_tokens)
         for row, count in self._prefixes.matched(request.blocks).items():
             prompt[row] -= count * BLOCK
         return Wanted(max(1.0, output), level(accepted), prompt)

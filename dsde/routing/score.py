@@ -9,6 +9,7 @@ the time that those already there lose by it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ ACCEPTANCE: Array = np.array([0.1, 0.25, 0.4, 0.55, 0.68, 0.78, 0.86, 0.93])
 LEVELS = len(ACCEPTANCE)
 DEEPEST = 8
 """Longest speculation length that is told apart."""
-_EDGES = (ACCEPTANCE[1:] + ACCEPTANCE[:-1]) / 2
+_EDGES = ((ACCEPTANCE[1:] + ACCEPTANCE[:-1]) / 2).tolist()
 _DEPTHS = np.arange(DEEPEST + 1)
 EMITTED: Array = (ACCEPTANCE[:, None] ** _DEPTHS).cumsum(axis=1)
 """[LEVELS, DEEPEST + 1], tokens of one request in a step of each depth."""
@@ -32,14 +33,15 @@ WORTH = 0.15
 """Chance of survival below which a draft token is not verified."""
 VERIFIED: Array = np.minimum(_DEPTHS, np.ceil(np.log(WORTH) / np.log(ACCEPTANCE))[:, None])
 """[LEVELS, DEEPEST + 1], draft tokens of one request that a step of each depth verifies."""
-_BOTH = np.hstack((EMITTED, 1.0 + VERIFIED))
+_TOKENS = 1.0 + VERIFIED
+_BOTH = np.hstack((EMITTED, _TOKENS))
 HORIZON = 512.0
 """Tokens of an answer that count: further on, others have come and gone."""
 
 
 def level(acceptance: float) -> int:
     """The level nearest to an acceptance rate."""
-    return int(np.searchsorted(_EDGES, acceptance))
+    return bisect_left(_EDGES, acceptance)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,8 +127,9 @@ class Losses:
 
 def losses(fleet: Fleet, wanted: Wanted) -> Losses:
     """What the request, and those already there, would lose on each replica."""
-    emits, verifies = EMITTED[wanted.level], VERIFIED[wanted.level]
-    time = fleet.time + fleet.token[:, None] * (1.0 + verifies)
+    emits = EMITTED[wanted.level]
+    time = fleet.token[:, None] * _TOKENS[wanted.level]
+    time += fleet.time
     depth = ((fleet.emitted + emits) / time).argmax(axis=1)
     step = time[np.arange(len(time)), depth]
     prefill = fleet.token * wanted.prompt
