@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -88,9 +88,6 @@ class Counted:
     tokens: int = 0
     waited: float = 0.0
     decoded: float = 0.0
-    busy: float = 0.0
-    steps: int = 0
-    finished: list[Arrival] = field(default_factory=list)
 
 
 class Replica:
@@ -148,8 +145,6 @@ class Replica:
         """Book the step that was begun; the requests it finished."""
         lengths, depth, draft, time = self._step
         counted = self.counted
-        counted.steps += 1
-        counted.busy += time
         done: list[_Running] = []
         if self.running:
             self._decode(lengths, done)
@@ -176,7 +171,6 @@ class Replica:
             self.running.append(_Running(arrival, arrival.output - 1, arrival.at))
             self._batch[arrival.group] += 1
         self._ready = []
-        counted.finished += finished
         return finished
 
     def stats(self) -> ReplicaStats:

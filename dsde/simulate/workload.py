@@ -118,7 +118,6 @@ class Arrival:
     group: int
     path: tuple[int, ...]
     at: int
-    kind: str
 
 
 def arrivals(mix: Mix, recorded: list[Group], requests: int, seed: int) -> list[Arrival]:
@@ -138,7 +137,7 @@ def arrivals(mix: Mix, recorded: list[Group], requests: int, seed: int) -> list[
         own = ids.integers(VOCABULARY, size=_length(rng, kind.prompt)).tolist()
         request = describe(prefixes[which] + own, temperature=kind.temperature, max_tokens=kind.max_tokens)
         output = min(kind.max_tokens, _length(rng, kind.output))
-        made.append(Arrival(number, time, request, output, group, path, rng.randrange(len(path)), kind.name))
+        made.append(Arrival(number, time, request, output, group, path, rng.randrange(len(path))))
     return made
 
 

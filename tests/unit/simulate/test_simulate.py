@@ -29,7 +29,7 @@ def replica(slots: int = 32, step_tokens: int = 2048) -> Replica:
 
 def arrival(number: int, output: int, group: int = 0, prompt: int = 10, blocks: tuple[int, ...] = ()) -> Arrival:
     path = (NEVER, ALWAYS)[group].paths[0]
-    return Arrival(number, 0.0, Request(("all",), prompt, 100, blocks), output, group, path, 0, "kind")
+    return Arrival(number, 0.0, Request(("all",), prompt, 100, blocks), output, group, path, 0)
 
 
 def steps(one: Replica) -> list[float]:
