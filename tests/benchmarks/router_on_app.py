@@ -3,7 +3,7 @@
 The application stays up. Each turn configures the engine deployment's router anew and takes a fresh handle, which then
 routes by it. Both get the same requests at the same times in a round; they go to the engines past HTTP.
 
-Usage: .venv/bin/python tests/benchmarks/router_on_app.py [--rounds 3] [--requests 32] [--rate 1.2]
+Usage: .venv/bin/python tests/benchmarks/router_on_app.py [--rounds 3] [--requests 24] [--rate 0.6]
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ SETTLE_S = 4.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=1.2, help="requests per second")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--rate", type=float, default=0.6, help="requests per second")
     given = parser.parse_args()
+    # The application is to end with this process, however that ends.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--policy", "goodput"]
     process = subprocess.Popen(
         [*command, "--port", "0", "--dashboard-port", "0"], stdout=subprocess.PIPE, text=True, start_new_session=True
