@@ -38,6 +38,9 @@ STEPS = 20.0
 SLIGHT = 1e-6
 COSTS = (20.0, 0.1, 1.5)
 """a, b and d in ms of a replica that has published none, while nobody has."""
+NOISE = 1.3
+"""Factor up to which a replica's costs may differ from the others' for no other reason than how they were measured."""
+TINY_MS = 1e-6
 KV_FULL = 0.9
 """Use of the KV cache above which requests that wait do so for memory, not for a place."""
 
@@ -81,6 +84,7 @@ class StabilityAware(Generic[R]):
         self._read_by = np.zeros(0)
         self._heard = np.zeros(0)
         self._draining = np.zeros(0, dtype=bool)
+        self._measured = np.zeros((0, 3))
         self._booked: OrderedDict[str, _Booked] = OrderedDict()
         self._classes: dict[str, ClassStats] = {}
         self._alphas: dict[str, float] = {}
@@ -110,7 +114,7 @@ class StabilityAware(Generic[R]):
         fleet.places[row] = float(np.median(fleet.places[known])) if known else 32.0
         fleet.depth[row] = fleet.depth[known[0]] if known else -1.0
         fleet.members[row] = self._read_by[row] = 0.0
-        self._heard[row], self._draining[row] = -math.inf, False
+        self._heard[row], self._draining[row], self._measured[row] = -math.inf, False, 0.0
         self._changed.add(row)
 
     def remove(self, replica: R) -> None:
@@ -138,10 +142,9 @@ class StabilityAware(Generic[R]):
         if before is not None and before.number == stats.number:
             return
         known.stats, self._heard[row], self._draining[row] = stats, now, stats.draining
-        if stats.verify_ms is not None and stats.verify_ms[0] > 0.0:
-            fleet.base[row], fleet.token[row] = stats.verify_ms
-        if stats.draft_ms is not None:
-            fleet.draft[row] = stats.draft_ms
+        if stats.verify_ms is not None and stats.draft_ms is not None and stats.verify_ms[0] > 0.0:
+            self._measured[row] = (*stats.verify_ms, stats.draft_ms)
+            fleet.base[row], fleet.token[row], fleet.draft[row] = self._believed(row)
         starved = stats.kv_use > KV_FULL and stats.waiting > 0
         fleet.places[row] = max(1, min(stats.slots, stats.running) if starved else stats.slots)
         fleet.depth[row] = -1.0 if stats.priced else min(DEEPEST, round(stats.length))
@@ -208,6 +211,15 @@ class StabilityAware(Generic[R]):
             self._leave(self._booked.pop(number))
             self._settle()
 
+    def _believed(self, row: int) -> list[float]:
+        """a, b and d of a replica: what it has measured, drawn to the median of all as far as noise accounts for."""
+        measured = self._measured[list(self._rows.values())]
+        middle = np.maximum(np.median(measured[measured[:, 0] > 0.0], axis=0), TINY_MS)
+        ratio = np.maximum(self._measured[row], TINY_MS) / middle
+        slower, faster = np.maximum(1.0, ratio / NOISE), np.minimum(1.0, ratio * NOISE)
+        believed: list[float] = (middle * np.where(ratio > 1.0, slower, faster)).tolist()
+        return believed
+
     def _grow(self) -> int:
         size = len(self._replicas)
         old, new = self._fleet, Fleet.empty(size + 1)
@@ -216,6 +228,7 @@ class StabilityAware(Generic[R]):
         self._fleet = new
         self._read_by, self._heard = np.append(self._read_by, 0.0), np.append(self._heard, -math.inf)
         self._draining = np.append(self._draining, False)
+        self._measured = np.vstack((self._measured, np.zeros(3)))
         self._replicas.append(_Replica())
         return size
 
