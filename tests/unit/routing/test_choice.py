@@ -51,11 +51,12 @@ def test_what_a_publication_says_of_costs_is_used() -> None:
 
 def test_a_difference_that_noise_accounts_for_outweighs_no_request() -> None:
     made = router()
-    made.published("a", stats(2, verify_ms=(25.0, 0.12), draft_ms=1.9), 1.0)
-    made.published("b", stats(2, verify_ms=(17.0, 0.08), draft_ms=1.2), 1.0)
+    for number in (2, 3):
+        made.published("a", stats(number, verify_ms=(25.0, 0.12), draft_ms=1.9), 1.0)
+        made.published("b", stats(number, verify_ms=(17.0, 0.08), draft_ms=1.2), 1.0)
     made.routed("one", PLAIN, "b", 1.0)
     assert first(made) == "a"
-    made.published("a", stats(3, verify_ms=(60.0, 0.3), draft_ms=4.0), 2.0)
+    made.published("a", stats(4, verify_ms=(60.0, 0.3), draft_ms=4.0), 2.0)
     assert first(made, now=2.0) == "b"
 
 
