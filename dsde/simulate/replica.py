@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 
@@ -63,7 +62,7 @@ class Lengths:
             return none
         rows = np.repeat(self._survival, batch, axis=0)
         costs = Costs(self._costs.verify_ms(count), self._costs.token, self._costs.draft_ms(count))
-        price = best_price(cast("Any", rows), cast("Any", np.zeros_like(rows)), count, costs)
+        price = best_price(rows, np.zeros_like(rows), count, costs)
         if not price.depth:
             return none
         worth = (self._survival > MARGIN * price.rate * costs.token).sum(axis=1)
