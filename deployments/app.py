@@ -14,6 +14,7 @@ from ray.serve import Application, Deployment
 
 from deployments.ingress import OpenAIIngress
 from deployments.replica import EngineReplica
+from deployments.router import router_config
 from dsde.config import DsdeConfig, from_values
 from dsde.engine.plugin import engine_environment
 
@@ -35,6 +36,7 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
         num_replicas=config.serving.replicas,
         max_ongoing_requests=config.serving.max_ongoing_requests,
         max_queued_requests=config.serving.max_queued_requests,
+        request_router_config=router_config(config.serving.router),
         user_config=policy_config(config.speculation.policy, config.speculation.settings),
         ray_actor_options={
             "num_cpus": config.serving.cpus_per_replica,

@@ -91,6 +91,10 @@ class EngineReplica:
             return False
         return True
 
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What Serve hands to the routers of this deployment, once in a period."""
+        return self._engine.routing_stats().to_dict()
+
     async def load(self) -> dict[str, int]:
         """`taken`: requests since the start; `unfinished`: those the engine still has, waiting ones included."""
         return {"taken": self._taken, "unfinished": self._engine.num_unfinished_requests}

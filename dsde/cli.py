@@ -75,6 +75,22 @@ examples:
 load has the batch "1-4-16-32-4-1", and its static-opt is the best single length for the whole run.
 """
 
+_SIMULATE = """\
+Compare request routers on modelled replicas, in seconds and without an engine.
+
+Every policy gets the same arrivals. stability_aware is the scoring code that serves; two_random_choices is what Ray
+Serve does by itself. Acceptance comes from recorded traces, step times from learnt costs.
+"""
+_SIMULATE_EXAMPLES = """\
+examples:
+  dsde simulate
+  dsde simulate --mix shared_prefix --replicas 16 --load 0.8 --runs 5 --json routing.json
+  dsde simulate --trace high.jsonl.gz --trace low.jsonl.gz --policies stability_aware,shortest_queue
+
+mixes: mixed, uniform, long_outputs, long_prompts, shared_prefix, stragglers, slow_replica (one replica at half speed)
+--json writes {"policies": {NAME: {"p50_ms", "p99_ms", "tokens_per_s", "straggler_share", ...}}, "simulated": {...}}
+"""
+
 
 _REPLAY = """\
 Replay policies on recorded traces with any step costs, without an engine, and report how far each stays behind oracles.
@@ -168,6 +184,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(replay)
     replay.set_defaults(command=_replay)
 
+    simulate = commands.add_parser(
+        "simulate",
+        help="compare request routers on modelled replicas",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_SIMULATE,
+        epilog=_SIMULATE_EXAMPLES,
+    )
+    _add_simulate(simulate)
+    simulate.set_defaults(command=_simulate)
+
     models = commands.add_parser("models", help="prepare and list the models dsde brings along")
     actions = models.add_subparsers(title="commands", metavar="COMMAND", required=True)
     prepare = actions.add_parser(
@@ -254,6 +280,23 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--plot", type=Path, metavar="DIR", help="draw the pictures, PNG and SVG")
 
 
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    # Values stay text: dsde.simulate.session checks them and names the option.
+    parser.add_argument("--replicas", metavar="N", default="8", help="engine replicas, 1 to 256 (8)")
+    parser.add_argument("--load", metavar="SHARE", default="0.7", help="share of what full replicas complete (0.7)")
+    parser.add_argument("--mix", metavar="NAME", default="mixed", help="what is sent, see below (mixed)")
+    parser.add_argument("--requests", metavar="M", help="requests of a run (250 for each replica)")
+    parser.add_argument("--seed", metavar="S", default="0", help="seed of the first run (0)")
+    parser.add_argument("--runs", metavar="R", default="1", help="runs, each with the next seed; figures are means (1)")
+    parser.add_argument("--policies", metavar="NAME,...", default="all", help="who takes part (all)")
+    parser.add_argument("--machine", metavar="NAME", default="gpu-mixed", help="step costs: cpu, gpu-mem, gpu-mixed")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", action="append", help="recorded acceptance, may be given several times"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latencies and throughput, as PNG or SVG")
+
+
 def _add_settings(parser: argparse.ArgumentParser, options: dict[str, _Option]) -> None:
     group = parser.add_argument_group("settings", "each wins over the environment (DSDE_SECTION__SETTING) and the file")
     group.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
@@ -335,6 +378,12 @@ def _replay(options: argparse.Namespace) -> int:
     from dsde.bench.replay_session import run
 
     return run(replay_options(options))
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from dsde.simulate.session import run
+
+    return run(options)
 
 
 def _prepare(options: argparse.Namespace) -> int:

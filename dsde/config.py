@@ -102,6 +102,9 @@ class ServingConfig(_Section):
     cpus_per_replica: float = Field(1.0, gt=0, description="CPU cores, and on CPU engine threads, of one replica")
     gpus_per_replica: float = Field(1.0, ge=0, description="GPUs of one replica; device=gpu only")
     max_ongoing_requests: int = Field(64, ge=1, description="requests a replica takes before they queue at the router")
+    router: Literal["stability_aware", "power_of_two"] = Field(
+        "stability_aware", description="how a request finds its replica; power_of_two is Ray Serve's own"
+    )
     tool_call_parser: str | None = Field(
         "hermes", description="vLLM's parser for the tool calls that the model writes; null refuses tools"
     )

@@ -121,6 +121,11 @@ class Controller:
         """The default policy."""
         return self._default
 
+    @property
+    def cost(self) -> StepCost:
+        """What was learnt of the steps' costs."""
+        return self._cost
+
     def admit(
         self,
         request_id: str,

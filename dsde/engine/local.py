@@ -16,6 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from dsde.config import DsdeConfig
 from dsde.engine.plugin import engine_arguments
 from dsde.engine.remote import EngineUnavailable, GenerateCall
+from dsde.engine.routing import EngineLoad, RoutingRecord
+from dsde.routing.stats import ReplicaStats
 
 __all__ = ["EngineStartError", "LocalEngine"]
 
@@ -32,8 +34,9 @@ class EngineStartError(RuntimeError):
 class LocalEngine:
     """An AsyncLLM under DSDE control."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, load: EngineLoad, routing: RoutingRecord) -> None:
         self._engine = engine
+        self._load, self._routing = load, routing
 
     @classmethod
     def start(cls, config: DsdeConfig) -> LocalEngine:
@@ -42,8 +45,10 @@ class LocalEngine:
         Raises EngineStartError.
         """
         offsets = _output_sizes()
+        load, routing = EngineLoad(), RoutingRecord(config.engine.max_num_seqs, config.speculation.policy)
         try:
-            return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config))))
+            arguments = AsyncEngineArgs(**engine_arguments(config))
+            return cls(AsyncLLM.from_engine_args(arguments, stat_loggers=[load.logger]), load, routing)
         except Exception as error:
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error
 
@@ -73,6 +78,8 @@ class LocalEngine:
                 # The client has the prompt; sending it back with every token would cost more than the token.
                 output.prompt = None
                 output.prompt_token_ids = None
+                if output.finished:
+                    self._routing.finish(call, output)
                 yield output
         except EngineDeadError:
             raise EngineUnavailable("the engine of this request died; send it again") from None
@@ -87,6 +94,10 @@ class LocalEngine:
     def num_unfinished_requests(self) -> int:
         """Requests this engine has not finished, waiting ones included."""
         return self._engine.get_num_unfinished_requests()
+
+    def routing_stats(self) -> ReplicaStats:
+        """What routers are to know of this engine now; draining once it has died."""
+        return self._routing.publish(self._load, self.num_unfinished_requests, draining=self._engine.errored)
 
     async def set_policy(self, name: str, settings: Mapping[str, Any]) -> None:
         """Switch the policy of the requests that choose none themselves, from the next step on."""

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan
 from dsde.engine.options import RequestOptions, parse
-from dsde.engine.transport import FIGURES_KEY, attach_plan, observation, plan_of, report_of
+from dsde.engine.transport import ENGINE_KEY, FIGURES_KEY, attach_plan, engine_costs, observation, plan_of, report_of
 from dsde.engine.vllm_internals import require_supported_vllm
 
 __all__ = ["DsdeAsyncScheduler", "DsdeScheduler"]
@@ -130,7 +130,8 @@ class _Speculation(Scheduler):
         self._left_behind.discard(request.request_id)
         figures = self.controller.finish(request.request_id)
         if figures is not None:
-            kv_transfer_params = {**(kv_transfer_params or {}), FIGURES_KEY: figures.to_dict()}
+            costs = engine_costs(self.controller, len(self.running))
+            kv_transfer_params = {**(kv_transfer_params or {}), FIGURES_KEY: figures.to_dict(), ENGINE_KEY: costs}
         return kv_transfer_params, ec_transfer_params
 
     def _may_draft(self, request: Request) -> bool:

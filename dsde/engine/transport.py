@@ -1,7 +1,8 @@
 """How observations go up and figures go out.
 
 Up: the worker hangs a WorkerReport on vLLM's ModelRunnerOutput as a plain attribute, and the scheduler joins it with
-what it knows itself into a StepObservation. Out: figures leave as one entry of RequestOutput.kv_transfer_params.
+what it knows itself into a StepObservation. Out: figures, and the costs that the engine has learnt, leave as entries of
+RequestOutput.kv_transfer_params.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from dsde.control.arrays import Numbers
+from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan, StepObservation
 
 __all__ = [
+    "ENGINE_KEY",
     "FIGURES_KEY",
     "PolicyChange",
     "WorkerReport",
     "attach_plan",
     "attach_report",
+    "engine_costs",
     "observation",
     "plan_of",
     "report_of",
 ]
 
 FIGURES_KEY = "dsde"
+ENGINE_KEY = "dsde_engine"
 _REPORT = "dsde_report"
 _PLAN = "dsde_plan"
 
@@ -88,6 +93,21 @@ def attach_plan(output: SchedulerOutput, plan: SpeculationPlan) -> None:
 def plan_of(output: SchedulerOutput) -> SpeculationPlan | None:
     """The plan attached to this engine step, None for one that planned nothing."""
     return getattr(output, _PLAN, None)
+
+
+def engine_costs(controller: Controller, running: int) -> dict[str, Any]:
+    """What the scheduler sends along with a finished request, as plain values.
+
+    verify: [a, b], draft: d for `running` requests, all in ms, or None where no step has been measured. policy: the
+    default policy's name.
+    """
+    cost = controller.cost
+    measured = cost.measured
+    return {
+        "verify": list(cost.line) if measured else None,
+        "draft": cost.draft(max(1, running)) if measured else None,
+        "policy": controller.policy.name,
+    }
 
 
 def observation(

@@ -153,6 +153,7 @@ def test_a_call_survives_pickling() -> None:
         ({"somebody_elses": 1}, RequestOptions()),
         ({"dsde_policy": "static", "dsde_max_length": 0}, RequestOptions("static", 0)),
         ({"dsde_max_length": 4}, RequestOptions(None, 4)),
+        ({"dsde_hint": "code"}, RequestOptions()),
     ],
 )
 def test_options_are_read(given: dict[str, Any] | None, read: RequestOptions) -> None:
@@ -167,6 +168,8 @@ def test_options_are_read(given: dict[str, Any] | None, read: RequestOptions) ->
         ({"dsde_max_length": -1}, "vllm_xargs.dsde_max_length = -1: accepted: an integer from 0 to 4 draft tokens"),
         ({"dsde_max_length": True}, "vllm_xargs.dsde_max_length = True: accepted: "),
         ({"dsde_max_length": 2.0}, "vllm_xargs.dsde_max_length = 2.0: accepted: "),
+        ({"dsde_hint": ""}, "vllm_xargs.dsde_hint = '': accepted: a name of 1 to 32 characters"),
+        ({"dsde_hint": 4}, "vllm_xargs.dsde_hint = 4: accepted: a name"),
         ({"dsde_length": 2}, "vllm_xargs.dsde_length = 2: there is no such option; accepted: dsde_policy, dsde_max_l"),
     ],
 )
