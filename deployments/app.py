@@ -16,6 +16,7 @@ from deployments.ingress import OpenAIIngress
 from deployments.replica import EngineReplica
 from dsde.config import DsdeConfig, from_values
 from dsde.engine.plugin import engine_environment
+from dsde.telemetry.setup import check_environment
 
 __all__ = ["build_app", "configuration", "policy_config"]
 
@@ -27,6 +28,7 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     Raises ValueError naming the setting, its value and what is accepted.
     """
     config = configuration(args)
+    check_environment(config.telemetry)
     environment = engine_environment(config)
     # A type checker sees the classes, not the deployments that the decorators make of them.
     replica: Deployment = EngineReplica

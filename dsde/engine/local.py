@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from dsde.config import DsdeConfig
 from dsde.engine.plugin import engine_arguments
 from dsde.engine.remote import EngineUnavailable, GenerateCall
+from dsde.engine.stat_logger import stat_loggers
+from dsde.engine.transport import FIGURES_KEY
+from dsde.telemetry.metrics import FinishedRequest
+from dsde.telemetry.setup import Telemetry
+from dsde.telemetry.tracing import headers_of, operation_of
 
 __all__ = ["EngineStartError", "LocalEngine"]
 
@@ -30,20 +37,26 @@ class EngineStartError(RuntimeError):
 
 
 class LocalEngine:
-    """An AsyncLLM under DSDE control."""
+    """An AsyncLLM under DSDE control. telemetry: where its requests and steps are booked, None for nowhere."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, telemetry: Telemetry | None = None) -> None:
         self._engine = engine
+        self._telemetry = telemetry
 
     @classmethod
-    def start(cls, config: DsdeConfig) -> LocalEngine:
+    def start(cls, config: DsdeConfig, telemetry: Telemetry | None = None) -> LocalEngine:
         """Load the models and start the engine's process; takes tens of seconds.
 
         Raises EngineStartError.
         """
         offsets = _output_sizes()
+        arguments = engine_arguments(config)
+        if telemetry is not None:
+            arguments["otlp_traces_endpoint"] = telemetry.traces_endpoint
+            arguments["additional_config"]["dsde"]["telemetry"] = True
+        loggers = None if telemetry is None else stat_loggers(telemetry)
         try:
-            return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config))))
+            return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers), telemetry)
         except Exception as error:
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error
 
@@ -57,12 +70,14 @@ class LocalEngine:
 
         Raises EngineUnavailable when the engine has died, VLLMValidationError for what it refuses.
         """
+        traced = self._telemetry is not None and self._telemetry.traces_endpoint is not None
+        start, last, error = time.perf_counter(), None, None
         outputs = self._engine.generate(
             dict(call.prompt),
             call.sampling_params,
             call.request_id,
             lora_request=call.lora_request,
-            trace_headers=call.trace_headers,
+            trace_headers=(headers_of() or call.trace_headers) if traced else None,
             priority=call.priority,
             session_id=call.session_id,
             reasoning_ended=call.reasoning_ended,
@@ -73,10 +88,20 @@ class LocalEngine:
                 # The client has the prompt; sending it back with every token would cost more than the token.
                 output.prompt = None
                 output.prompt_token_ids = None
+                last = output
                 yield output
         except EngineDeadError:
+            error = EngineDeadError.__name__
             raise EngineUnavailable("the engine of this request died; send it again") from None
+        except (asyncio.CancelledError, GeneratorExit):
+            error = None if last is not None and last.finished else "cancelled"
+            raise
+        except Exception as raised:
+            error = type(raised).__name__
+            raise
         finally:
+            if self._telemetry is not None:
+                self._telemetry.metrics.request(_finished(call, last, time.perf_counter() - start, error))
             await outputs.aclose()
 
     async def check_health(self) -> None:
@@ -95,6 +120,27 @@ class LocalEngine:
     def shutdown(self) -> None:
         """Stop the engine's process and wait for it."""
         self._engine.shutdown()
+
+
+def _finished(call: GenerateCall, last: RequestOutput | None, seconds: float, error: str | None) -> FinishedRequest:
+    """What the metrics want to know of a request whose latest output is `last`."""
+    sampling = call.sampling_params
+    structured = sampling.structured_outputs is not None
+    stats = None if last is None else last.metrics
+    answer = last.outputs[0] if last is not None and last.outputs else None
+    later = 0 if stats is None else stats.num_generation_tokens - 1
+    counted = None if answer is None else answer.spec_decode_metrics
+    return FinishedRequest(
+        operation=operation_of(call.request_id),
+        request_class="structured" if structured else "sampled" if sampling.temperature > 0 else "greedy",
+        duration_s=seconds,
+        first_token_s=stats.first_token_latency if stats is not None and later >= 0 else None,
+        per_token_s=(stats.last_token_ts - stats.first_token_ts) / later if stats is not None and later > 0 else None,
+        error=error,
+        figures=((last.kv_transfer_params if last is not None else None) or {}).get(FIGURES_KEY),
+        drafted=0 if counted is None else counted.num_draft_tokens,
+        accepted=0 if counted is None else sum(length * steps for length, steps in enumerate(counted.histogram)),
+    )
 
 
 def _output_sizes() -> dict[Path, int]:

@@ -1,0 +1,164 @@
+"""Starts what exports: OTLP as the standard OTEL_* variables say, and Prometheus through a registry.
+
+Without an OTLP endpoint nothing is sent. Exporters work on threads of their own behind bounded queues, so one that is
+slow or gone costs spans, never a request; the SDK counts what it dropped in its own otel.sdk.* metrics.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import metrics, trace
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk import environment_variables as otel
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+from dsde.telemetry.metrics import Metrics, views
+from dsde.telemetry.registry import Registry, RegistryExporter
+
+if TYPE_CHECKING:
+    from dsde.config import TelemetryConfig
+
+__all__ = [
+    "Telemetry",
+    "check_environment",
+    "sampling_ratio",
+    "serve_tracing_config",
+    "span_processors",
+    "start",
+    "start_tracing",
+    "traces_endpoint",
+]
+
+_REGISTRY_INTERVAL_MS = 2_000
+_SIGNALS = ("TRACES", "METRICS")
+
+
+def traces_endpoint(config: TelemetryConfig) -> str | None:
+    """Where spans go, None when nobody traces."""
+    return _endpoint(config, "TRACES")
+
+
+def check_environment(config: TelemetryConfig) -> None:
+    """Raise ValueError naming the variable, its value and what is accepted."""
+    for signal in _SIGNALS:
+        if _endpoint(config, signal) is None:
+            continue
+        for name in (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", otel.OTEL_EXPORTER_OTLP_PROTOCOL):
+            if os.environ.get(name, "grpc") != "grpc":
+                raise ValueError(f"{name} = {os.environ[name]!r} is not accepted; it should be grpc")
+    if traces_endpoint(config) is not None:
+        sampling_ratio()
+
+
+def sampling_ratio() -> float:
+    """The share of traces to keep that have no parent, from OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG.
+
+    A request with a `traceparent` follows it. ValueError names the variable.
+    """
+    sampler = os.environ.get(otel.OTEL_TRACES_SAMPLER, "parentbased_always_on")
+    if not sampler.startswith("parentbased_"):
+        raise ValueError(
+            f"{otel.OTEL_TRACES_SAMPLER} = {sampler!r} is not accepted; it should be parentbased_always_on, "
+            "parentbased_always_off or parentbased_traceidratio"
+        )
+    if sampler != "parentbased_traceidratio":
+        return float(sampler == "parentbased_always_on")
+    text = os.environ.get(otel.OTEL_TRACES_SAMPLER_ARG, "1.0")
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(
+            f"{otel.OTEL_TRACES_SAMPLER_ARG} = {text!r} is not accepted; it should be a number from 0 to 1"
+        )
+    return ratio
+
+
+def serve_tracing_config(config: TelemetryConfig) -> dict[str, Any] | None:
+    """Ray Serve's `tracing_config`, which makes the spans of proxy, router and replicas; None when nobody traces."""
+    if traces_endpoint(config) is None:
+        return None
+    return {
+        "enabled": True,
+        "exporter_import_path": "dsde.telemetry.setup:span_processors",
+        "sampling_ratio": sampling_ratio(),
+    }
+
+
+def span_processors() -> list[SpanProcessor]:
+    """What sends spans away; Serve calls this in each of its processes, by its import path."""
+    # Its counters are how a lost span shows.
+    os.environ.setdefault(otel.OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED, "true")
+    return [BatchSpanProcessor(OTLPSpanExporter())]
+
+
+def start_tracing(config: TelemetryConfig) -> None:
+    """Send this process's spans away, where somebody wants them and Serve's own tracing has not seen to it."""
+    if traces_endpoint(config) is None or isinstance(trace.get_tracer_provider(), TracerProvider):
+        return
+    provider = TracerProvider(sampler=ParentBasedTraceIdRatio(sampling_ratio()))
+    for processor in span_processors():
+        provider.add_span_processor(processor)
+    trace.set_tracer_provider(provider)
+
+
+class Telemetry:
+    """The telemetry of an engine replica. metrics: where it books; traces_endpoint: for vLLM's own spans, or None."""
+
+    def __init__(self, provider: MeterProvider, model: str, endpoint: str | None, *, registry: bool) -> None:
+        self._provider = provider
+        self.metrics = Metrics(provider.get_meter("dsde"), model)
+        self.traces_endpoint = endpoint
+        self.registry = registry
+
+    def flush(self) -> None:
+        """Export now what was recorded so far."""
+        self._provider.force_flush()
+
+
+def start(config: TelemetryConfig, model: str, instance: str, registry: Registry | None) -> Telemetry | None:
+    """Start the telemetry of an engine replica; None when it is off, or nobody would see it.
+
+    model: its name in the API. instance: the replica's id, service.instance.id in OTLP and ReplicaId in Prometheus.
+    registry: ray.util.metrics in a Ray worker, None elsewhere.
+    """
+    if not config.enabled:
+        return None
+    start_tracing(config)
+    readers: list[MetricReader] = []
+    if _endpoint(config, "METRICS") is not None:
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+    with_registry = config.prometheus and registry is not None
+    if with_registry and registry is not None:
+        exporter = RegistryExporter(registry, {"ReplicaId": instance})
+        readers.append(PeriodicExportingMetricReader(exporter, _REGISTRY_INTERVAL_MS))
+    endpoint = traces_endpoint(config)
+    if not readers and endpoint is None:
+        return None
+    resource = Resource.create({"service.instance.id": instance, **_service_name()})
+    provider = MeterProvider(readers, resource, views=views())
+    # The span processors were made before; their counters find this provider here.
+    metrics.set_meter_provider(provider)
+    return Telemetry(provider, model, endpoint, registry=with_registry)
+
+
+def _service_name() -> Mapping[str, str]:
+    return {} if otel.OTEL_SERVICE_NAME in os.environ else {"service.name": "dsde"}
+
+
+def _endpoint(config: TelemetryConfig, signal: str) -> str | None:
+    chosen = os.environ.get(f"OTEL_{signal}_EXPORTER", "otlp")
+    if not config.enabled or chosen != "otlp" or os.environ.get(otel.OTEL_SDK_DISABLED, "").lower() == "true":
+        return None
+    own = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+    return own or os.environ.get(otel.OTEL_EXPORTER_OTLP_ENDPOINT) or None
