@@ -10,6 +10,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.util import metrics as ray_metrics
 
 from dsde.config import DsdeConfig
 
@@ -43,9 +44,10 @@ class OpenAIIngress:
         from dsde.engine.openai_app import build_openai_app
         from dsde.engine.plugin import served_name
         from dsde.engine.remote import RemoteEngineClient
-        from dsde.telemetry.setup import start_tracing
+        from dsde.telemetry.setup import start
 
-        start_tracing(self._config.telemetry)
+        replica = serve.get_replica_context().replica_id.unique_id
+        start(self._config.telemetry, served_name(self._config), replica, ray_metrics)
         # A replica's own resolved configuration: what was true where the engine runs is not resolved again here.
         vllm_config = await self._engines.vllm_config.remote()
         client = RemoteEngineClient(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import metrics, trace
@@ -34,7 +35,6 @@ __all__ = [
     "serve_tracing_config",
     "span_processors",
     "start",
-    "start_tracing",
     "traces_endpoint",
 ]
 
@@ -102,7 +102,7 @@ def span_processors() -> list[SpanProcessor]:
     return [BatchSpanProcessor(OTLPSpanExporter())]
 
 
-def start_tracing(config: TelemetryConfig) -> None:
+def _start_tracing(config: TelemetryConfig) -> None:
     """Send this process's spans away, where somebody wants them and Serve's own tracing has not seen to it."""
     if traces_endpoint(config) is None or isinstance(trace.get_tracer_provider(), TracerProvider):
         return
@@ -113,13 +113,17 @@ def start_tracing(config: TelemetryConfig) -> None:
 
 
 class Telemetry:
-    """The telemetry of an engine replica. metrics: where it books; traces_endpoint: for vLLM's own spans, or None."""
+    """The telemetry of one process. model: its name in the API. endpoint: where spans go, or None."""
 
     def __init__(self, provider: MeterProvider, model: str, endpoint: str | None, *, registry: bool) -> None:
-        self._provider = provider
-        self.metrics = Metrics(provider.get_meter("dsde"), model)
+        self._provider, self._model = provider, model
         self.traces_endpoint = endpoint
         self.registry = registry
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Where an engine is booked; only a process that has one asks."""
+        return Metrics(self._provider.get_meter("dsde"), self._model)
 
     def flush(self) -> None:
         """Export now what was recorded so far."""
@@ -127,14 +131,14 @@ class Telemetry:
 
 
 def start(config: TelemetryConfig, model: str, instance: str, registry: Registry | None) -> Telemetry | None:
-    """Start the telemetry of an engine replica; None when it is off, or nobody would see it.
+    """Start the telemetry of this process; None when it is off, or nobody would see it.
 
     model: its name in the API. instance: the replica's id, service.instance.id in OTLP and ReplicaId in Prometheus.
     registry: ray.util.metrics in a Ray worker, None elsewhere.
     """
     if not config.enabled:
         return None
-    start_tracing(config)
+    _start_tracing(config)
     readers: list[MetricReader] = []
     if _endpoint(config, "METRICS") is not None:
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))

@@ -1,0 +1,119 @@
+"""Telemetry of the running application: spans and metrics as a collector and a Prometheus see them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.collector import Collector, Span
+from tests.serve.conftest import Served
+
+PATIENCE_S = 60
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+SECRET = "xylophone"
+
+
+def chat(web: httpx.Client, served: Served, headers: dict[str, str] | None = None, **wanted: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": f"Write a story about a {SECRET}."}
+    body = {"model": served.model, "messages": [message], "max_tokens": 32, "temperature": 0, **wanted}
+    answer = web.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+@pytest.fixture(scope="module")
+def traffic(served: Served) -> int:
+    """Enough requests for every metric to have moved on both replicas; how many."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"vllm_xargs": {"dsde_policy": "static", "dsde_max_length": 3}},
+        {"vllm_xargs": {"dsde_policy": "autoregressive"}},
+    ]
+    with (
+        httpx.Client(base_url=served.url.removesuffix("/v1"), timeout=300, trust_env=False) as web,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        list(pool.map(lambda number: chat(web, served, **kinds[number % len(kinds)]), range(16)))
+    return 16
+
+
+def scrape(served: Served) -> dict[str, list[Any]]:
+    text = httpx.get(served.metrics, trust_env=False, timeout=30).text
+    return {family.name: family.samples for family in text_string_to_metric_families(text)}
+
+
+def test_a_request_is_one_tree_of_spans(web: httpx.Client, served: Served, received: Collector) -> None:
+    answer = chat(web, served, {"traceparent": TRACEPARENT})
+
+    def named(part: str) -> list[Span]:
+        return [span for span in received.trace(TRACE_ID) if part in span.name]
+
+    parts = ("proxy", "OpenAIIngress", "chat embedded", "route_to_replica EngineReplica", "llm_request")
+    received.wait(lambda: all(map(named, parts)), PATIENCE_S, "the spans of a request")
+    time.sleep(1)
+    spans = {span.span_id: span for span in received.trace(TRACE_ID)}
+    roots = [span for span in spans.values() if span.parent_id not in spans]
+    assert {span.parent_id for span in roots} == {TRACEPARENT.split("-")[2]}, [s.name for s in spans.values()]
+
+    def ancestors(span: Span) -> list[str]:
+        found = []
+        while (parent := spans.get(span.parent_id)) is not None:
+            found.append(parent.name)
+            span = parent
+        return found
+
+    (engine,) = named("llm_request")
+    (request,) = named("chat embedded")
+    assert "chat embedded" in ancestors(engine), ancestors(engine)
+    assert any("replica_handle_request EngineReplica" in name for name in ancestors(engine))
+    assert any("route_to_replica EngineReplica" in name for name in ancestors(engine))
+    assert any("OpenAIIngress" in name for name in ancestors(request))
+
+    figures = answer["metrics"]["speculative_decoding"]["dsde"]
+    assert request.attributes["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
+    assert request.attributes["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert request.attributes["gen_ai.response.finish_reasons"] == [answer["choices"][0]["finish_reason"]]
+    assert request.attributes["dsde.policy"] == figures["policy"]
+    assert request.attributes["dsde.kld.mean"] == pytest.approx(figures["kld"]["mean"])
+    events = [name for name, _, _ in request.events]
+    assert events[0] in ("dsde.speculation.on", "dsde.speculation.off")
+    assert "dsde.calibration.done" in events
+    assert all(request.start <= at <= request.end for _, at, _ in request.events)
+    assert "dsde_events" not in str(answer)
+    assert SECRET not in str(received.spans)
+
+
+def test_metrics_arrive_over_otlp_from_both_replicas(traffic: int, received: Collector) -> None:
+    def replicas() -> set[str]:
+        return {str(one["service.instance.id"]) for one in received.resources}
+
+    wanted = {"gen_ai.server.request.duration", "dsde.kld", "dsde.steps", "dsde.goodput", "dsde.straggler.ratio"}
+    received.wait(lambda: wanted <= received.metrics.keys() and len(replicas()) == 2, PATIENCE_S, "metrics")
+    assert {one["service.name"] for one in received.resources} == {"dsde"}
+
+
+def test_one_scrape_shows_ours_and_vllm_s_of_both_replicas(traffic: int, served: Served) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        families = scrape(served)
+        counted = [
+            s for s in families.get("ray_gen_ai_server_request_duration_seconds", []) if s.name.endswith("count")
+        ]
+        if sum(sample.value for sample in counted) >= traffic or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    import pathlib
+
+    pathlib.Path("/tmp/scratch/tel/metrics.txt").write_text(httpx.get(served.metrics, trust_env=False).text)
+    assert sum(sample.value for sample in counted) >= traffic, sorted(families)
+    assert len({sample.labels["ReplicaId"] for sample in counted}) == 2
+    policies = {sample.labels["dsde_policy"] for sample in families["ray_dsde_speculation_length"]}
+    assert policies >= {"paper", "static", "autoregressive"}
+    assert len({sample.labels["ReplicaId"] for sample in families["ray_vllm_num_requests_running"]}) == 2
