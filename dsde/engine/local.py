@@ -24,7 +24,7 @@ from dsde.telemetry.metrics import FinishedRequest
 from dsde.telemetry.setup import Telemetry
 from dsde.telemetry.tracing import headers_of, operation_of
 
-__all__ = ["EngineStartError", "LocalEngine"]
+__all__ = ["EngineStartError", "LocalEngine", "finished_request"]
 
 # A line that names an exception, after the process and time that vLLM writes before it.
 _EXCEPTION_LINE = re.compile(
@@ -101,7 +101,7 @@ class LocalEngine:
             raise
         finally:
             if self._telemetry is not None:
-                self._telemetry.metrics.request(_finished(call, last, time.perf_counter() - start, error))
+                self._telemetry.metrics.request(finished_request(call, last, time.perf_counter() - start, error))
             await outputs.aclose()
 
     async def check_health(self) -> None:
@@ -122,7 +122,9 @@ class LocalEngine:
         self._engine.shutdown()
 
 
-def _finished(call: GenerateCall, last: RequestOutput | None, seconds: float, error: str | None) -> FinishedRequest:
+def finished_request(
+    call: GenerateCall, last: RequestOutput | None, seconds: float, error: str | None
+) -> FinishedRequest:
     """What the metrics want to know of a request whose latest output is `last`."""
     sampling = call.sampling_params
     structured = sampling.structured_outputs is not None

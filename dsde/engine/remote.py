@@ -26,7 +26,7 @@ from dsde.engine.options import parse
 from dsde.engine.transport import EVENTS_KEY, FIGURES_KEY
 from dsde.telemetry.tracing import RequestSpan
 
-__all__ = ["EngineUnavailable", "Generate", "GenerateCall", "RemoteEngineClient"]
+__all__ = ["EngineUnavailable", "Generate", "GenerateCall", "RemoteEngineClient", "trace_output"]
 
 
 class EngineUnavailable(Exception):
@@ -137,7 +137,7 @@ class RemoteEngineClient(EngineClient):
             async for output in outputs:
                 output.prompt = prompt_text
                 output.prompt_token_ids = prompt_ids
-                _trace(span, output, call.sampling_params.output_kind is RequestOutputKind.CUMULATIVE)
+                trace_output(span, output, call.sampling_params.output_kind is RequestOutputKind.CUMULATIVE)
                 attach_figures(output, self._max_length)
                 yield output
         except EngineUnavailable as raised:
@@ -245,7 +245,7 @@ class RemoteEngineClient(EngineClient):
         raise _refused("resume_generation")
 
 
-def _trace(span: RequestSpan, output: RequestOutput, cumulative: bool) -> None:
+def trace_output(span: RequestSpan, output: RequestOutput, cumulative: bool) -> None:
     """Tell the span of one output, before its figures leave the place where they came in."""
     for answer in output.outputs:
         span.tokens(answer.index, len(answer.token_ids), answer.text, answer.finish_reason, cumulative=cumulative)

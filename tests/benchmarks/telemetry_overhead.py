@@ -1,0 +1,194 @@
+"""What telemetry costs, as a share of throughput: rounds with and without it take turns on one in-process engine.
+
+With it, every step is added up and booked, every request has a span with its events and vLLM's own below it, spans and
+metrics leave over OTLP to a collector in another process, and a registry is told every two seconds. Without it, none of
+that runs; vLLM's own statistics run in both. Ray's registry and the serialising between processes are not in it.
+
+python tests/benchmarks/telemetry_overhead.py --pair embedded --rounds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# A replica's share of the machine, as `dsde serve` gives it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_COLLECTOR = """
+import time
+from tests.collector import collector
+with collector() as running:
+    print(running.endpoint, flush=True)
+    while True:
+        time.sleep(60)
+        running.spans.clear()
+"""
+
+
+class Registry:
+    """A registry that takes everything and keeps nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.inc = self.set = self.observe = lambda value, tags: None
+
+
+class NoTally:
+    """Stands in for the scheduler's tally in rounds without telemetry."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def planned(self, *_: object) -> None:
+        pass
+
+    observed = planned
+
+
+class Arm:
+    """One engine that answers a batch with telemetry or without."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from dsde.config import DsdeConfig
+        from dsde.engine.plugin import engine_arguments, engine_environment
+        from dsde.engine.stat_logger import stat_loggers
+        from dsde.telemetry.setup import start
+
+        config = DsdeConfig.model_validate(
+            {
+                "model": {"pair": arguments.pair, "max_model_len": 1024},
+                "speculation": {"policy": arguments.policy},
+                "engine": {"max_num_seqs": arguments.batch},
+            }
+        )
+        for name, value in engine_environment(config).items():
+            os.environ.setdefault(name, value)
+        registry: Any = SimpleNamespace(Counter=Registry, Gauge=Registry, Histogram=Registry)
+        telemetry = start(config.telemetry, arguments.pair, "benchmark", registry)
+        assert telemetry is not None
+        # Ray's own logger needs a Ray worker.
+        telemetry.registry = False
+        self.telemetry, self._arguments = telemetry, arguments
+        values = engine_arguments(config)
+        values["otlp_traces_endpoint"] = telemetry.traces_endpoint
+        values["additional_config"]["dsde"]["telemetry"] = True
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**values), stat_loggers=stat_loggers(telemetry))
+        self._scheduler = self.engine.engine_core.engine_core.scheduler
+        self._tally = self._scheduler._tally
+
+    def answer(self, on: bool, name: str) -> float:
+        """Tokens per second of one batch."""
+        from vllm import SamplingParams
+
+        from dsde.engine.local import finished_request
+        from dsde.engine.remote import GenerateCall, trace_output
+        from dsde.telemetry.tracing import RequestSpan
+
+        self._scheduler._sends_steps = on
+        self._scheduler._tally = self._tally if on else NoTally()
+        self.engine.output_processor.tracing_enabled = on
+        calls: dict[str, GenerateCall] = {}
+        spans: dict[str, RequestSpan] = {}
+        sampling = SamplingParams(temperature=0, max_tokens=self._arguments.tokens, ignore_eos=True)
+        start = time.perf_counter()
+        for number in range(self._arguments.batch):
+            request_id = f"chatcmpl-{name}-{number}"
+            prompt = {"prompt_token_ids": list(range(100 + number, 132 + number))}
+            calls[request_id] = GenerateCall(prompt, sampling, request_id)
+            headers = None
+            if on:
+                spans[request_id] = RequestSpan(self._arguments.pair, request_id, sampling, None)
+                headers = spans[request_id].headers
+            self.engine.add_request(request_id, prompt, sampling, trace_headers=headers)
+        tokens = 0
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if on:
+                    trace_output(spans[output.request_id], output, True)
+                if output.finished:
+                    tokens += len(output.outputs[0].token_ids)
+                    if on:
+                        call = calls[output.request_id]
+                        seconds = time.perf_counter() - start
+                        self.telemetry.metrics.request(finished_request(call, output, seconds, None))
+                        spans[output.request_id].end()
+        return tokens / (time.perf_counter() - start)
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """The endpoint of a collector in a process of its own."""
+    process = subprocess.Popen([sys.executable, "-c", _COLLECTOR], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", default="embedded", help="prepared pair (default: embedded)")
+    parser.add_argument("--policy", default="paper", help="policy (default: paper)")
+    parser.add_argument("--batch", type=int, default=8, help="requests that decode together (default: 8)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer (default: 48)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds, each with and without (default: 20)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a sentence")
+    arguments = parser.parse_args()
+
+    with collector() as endpoint:
+        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+        os.environ["OTEL_METRIC_EXPORT_INTERVAL"] = "10000"
+        arm = Arm(arguments)
+        arm.answer(True, "warm-on")
+        arm.answer(False, "warm-off")
+        ratios: list[float] = []
+        speeds: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(arguments.rounds):
+            # The order turns, so that a machine that slows down or speeds up favours neither.
+            for on in (number % 2 == 0, number % 2 == 1):
+                speeds[on].append(arm.answer(on, f"{number}-{on}"))
+            ratios.append(speeds[True][-1] / speeds[False][-1])
+            print(f"\rround {number + 1} of {arguments.rounds}", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        arm.engine.engine_core.shutdown()
+
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    result = {
+        **{name: getattr(arguments, name) for name in ("pair", "policy", "batch", "tokens", "rounds")},
+        "without_tokens_per_s": statistics.median(speeds[False]),
+        "with_tokens_per_s": statistics.median(speeds[True]),
+        "cost_median": 1 - statistics.median(ratios),
+        "cost_mean": 1 - statistics.mean(ratios),
+        "standard_error": error,
+    }
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(
+            f"{arguments.rounds} rounds of {arguments.batch} requests: {result['without_tokens_per_s']:.1f} tokens/s "
+            f"without, {result['with_tokens_per_s']:.1f} with telemetry; cost {100 * result['cost_median']:.2f} % "
+            f"(median), {100 * result['cost_mean']:.2f} ± {100 * error:.2f} % (mean)"
+        )
+
+
+if __name__ == "__main__":
+    main()
