@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +18,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dsde.telemetry.monitoring import ALERTS, PANELS, RATE
 from tests.collector import Collector, Span
 from tests.serve.conftest import Served
 
@@ -109,11 +118,109 @@ def test_one_scrape_shows_ours_and_vllm_s_of_both_replicas(traffic: int, served:
         if sum(sample.value for sample in counted) >= traffic or time.monotonic() > deadline:
             break
         time.sleep(0.5)
-    import pathlib
-
-    pathlib.Path("/tmp/scratch/tel/metrics.txt").write_text(httpx.get(served.metrics, trust_env=False).text)
     assert sum(sample.value for sample in counted) >= traffic, sorted(families)
     assert len({sample.labels["ReplicaId"] for sample in counted}) == 2
     policies = {sample.labels["dsde_policy"] for sample in families["ray_dsde_speculation_length"]}
     assert policies >= {"paper", "static", "autoregressive"}
     assert len({sample.labels["ReplicaId"] for sample in families["ray_vllm_num_requests_running"]}) == 2
+
+
+@pytest.fixture(scope="module")
+def prometheus(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A Prometheus that scrapes the application's endpoint every second."""
+    binary = shutil.which("prometheus")
+    if binary is None:
+        pytest.skip("prometheus is not installed (Debian: apt install prometheus)")
+    folder = tmp_path_factory.mktemp("prometheus")
+    target = served.metrics.removeprefix("http://").removesuffix("/metrics")
+    (folder / "prometheus.yml").write_text(
+        "global: {scrape_interval: 1s}\n"
+        f"scrape_configs: [{{job_name: ray, static_configs: [{{targets: ['{target}']}}]}}]\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = {
+        "config.file": folder / "prometheus.yml",
+        "storage.tsdb.path": folder / "data",
+        "web.listen-address": address,
+        "log.level": "warn",
+    }
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [binary, *(f"--{name}={value}" for name, value in flags.items())], stdout=log, stderr=log
+        )
+    try:
+        with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=30) as client:
+            deadline = time.monotonic() + PATIENCE_S
+            while not _ready(client):
+                assert process.poll() is None, (folder / "log").read_text()
+                assert time.monotonic() < deadline, "prometheus does not get ready"
+                time.sleep(0.1)
+            yield client
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/-/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_every_expression_of_dashboard_and_alerts_returns_data(
+    prometheus: httpx.Client, traffic: int, served: Served
+) -> None:
+    expressions = [query for panel in PANELS for query, _ in panel.queries] + [alert.value for alert in ALERTS]
+    stopped = threading.Event()
+
+    def load(number: int) -> None:
+        kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"vllm_xargs": {"dsde_policy": "static"}}]
+        with httpx.Client(base_url=served.url.removesuffix("/v1"), timeout=300, trust_env=False) as web:
+            while not stopped.is_set():
+                chat(web, served, **kinds[number], max_tokens=16)
+
+    def empty() -> list[str]:
+        return [expression for expression in expressions if not numbers(expression)]
+
+    def numbers(expression: str) -> list[float]:
+        answer = prometheus.get(
+            "/api/v1/query", params={"query": expression.replace(RATE, "1m").replace("[5m]", "[1m]")}
+        )
+        assert answer.status_code == 200, (expression, answer.text)
+        values = [float(one["value"][1]) for one in answer.json()["data"]["result"]]
+        return [value for value in values if math.isfinite(value)]
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(load, number) for number in range(3)]
+        deadline = time.monotonic() + PATIENCE_S
+        try:
+            while (missing := empty()) and time.monotonic() < deadline:
+                time.sleep(1)
+        finally:
+            stopped.set()
+        for one in running:
+            one.result()
+    assert missing == []
+
+
+def test_top_shows_both_replicas(traffic: int, served: Served) -> None:
+    command = [sys.executable, "-m", "dsde.cli", "top", "--once", "--url", served.metrics]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "160"})
+    assert shown.returncode == 0, shown.stderr
+    rows = [
+        line.split("\N{BOX DRAWINGS LIGHT VERTICAL}")[1:-1] for line in shown.stdout.splitlines() if "embedded" in line
+    ]
+    assert len(rows) == 2, shown.stdout
+    for row in rows:
+        running, waiting, speed, length, acceptance, kld, stability, stragglers, off = (
+            cell.strip() for cell in row[2:]
+        )
+        assert (int(running), int(waiting)) >= (0, 0)
+        assert float(speed) >= 0
+        assert 0 < float(length) <= 8
+        assert float(kld) > 0
+        for share in (acceptance, stability, stragglers, off):
+            assert 0 <= int(share.removesuffix("%")) <= 100
