@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
-from opentelemetry.sdk.metrics.view import View
+from opentelemetry.sdk.metrics.view import DropAggregation, View
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 
@@ -162,12 +162,18 @@ class Metrics:
 
 
 def views() -> list[View]:
-    """One view for each instrument: no point carries an attribute that its instrument does not declare."""
+    """One view for each instrument: no point carries an attribute that its instrument does not declare.
+
+    Of the SDK's own metrics the counts stay, which tell what was lost; how long its exports take does not.
+    """
     return [
-        View(
-            instrument_name=one.name,
-            attribute_keys=set(one.attributes),
-            aggregation_cardinality_limit=_CARDINALITY_LIMIT,
-        )
-        for one in names.INSTRUMENTS.values()
+        View(instrument_name="otel.sdk.*.duration", aggregation=DropAggregation()),
+        *(
+            View(
+                instrument_name=one.name,
+                attribute_keys=set(one.attributes),
+                aggregation_cardinality_limit=_CARDINALITY_LIMIT,
+            )
+            for one in names.INSTRUMENTS.values()
+        ),
     ]

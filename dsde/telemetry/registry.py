@@ -26,7 +26,9 @@ from dsde.telemetry.names import labels
 
 __all__ = ["Registry", "RegistryExporter", "prometheus_name"]
 
-_DELTA = dict.fromkeys((Counter, Histogram, ObservableCounter), AggregationTemporality.DELTA)
+_DELTA: dict[type, AggregationTemporality] = dict.fromkeys(
+    (Counter, Histogram, ObservableCounter), AggregationTemporality.DELTA
+)
 _UNITS = {"s": "seconds", "ms": "milliseconds", "By": "bytes"}
 
 
@@ -84,7 +86,7 @@ class RegistryExporter(MetricExporter):
         return self._known[metric.name]
 
 
-def prometheus_name(name: str, unit: str) -> str:
+def prometheus_name(name: str, unit: str | None) -> str:
     """The metric's name in Prometheus, by OpenTelemetry's rules, without the suffixes of counters and histograms."""
     suffix = _UNITS.get(unit or "", "")
     return _label(name) + (f"_{suffix}" if suffix else "")
