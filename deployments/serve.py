@@ -25,7 +25,7 @@ from deployments.app import configuration, policy_config
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
 from dsde.engine.plugin import served_name
-from dsde.telemetry.setup import check_environment, serve_tracing_config
+from dsde.telemetry.setup import check_environment, serve_environment
 
 __all__ = ["run", "switch_policy"]
 
@@ -200,6 +200,8 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int, progr
 def _start_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int) -> None:
     # A replica that is killed takes its engine's process, and the memory that holds, with it.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
+    # Serve's proxy runs in no runtime environment of ours.
+    os.environ.update(serve_environment(config.telemetry))
     ray.init(
         address="local",
         num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),
@@ -241,7 +243,6 @@ def _deploy(config: DsdeConfig, client: ServeSubmissionClient, port: int, progre
         "proxy_location": "HeadOnly",
         "http_options": {"host": config.serving.host, "port": port},
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
-        "tracing_config": serve_tracing_config(config.telemetry),
         "applications": [
             {
                 "name": _APP,

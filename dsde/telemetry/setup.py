@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -32,7 +32,7 @@ __all__ = [
     "Telemetry",
     "check_environment",
     "sampling_ratio",
-    "serve_tracing_config",
+    "serve_environment",
     "span_processors",
     "start",
     "traces_endpoint",
@@ -84,14 +84,16 @@ def sampling_ratio() -> float:
     return ratio
 
 
-def serve_tracing_config(config: TelemetryConfig) -> dict[str, Any] | None:
-    """Ray Serve's `tracing_config`, which makes the spans of proxy, router and replicas; None when nobody traces."""
+def serve_environment(config: TelemetryConfig) -> dict[str, str]:
+    """The variables by which Ray Serve makes the spans of proxy, router and replicas; none when nobody traces.
+
+    Serve's `tracing_config` would say the same, but Ray 2.60.0 does not hand it to its proxies.
+    """
     if traces_endpoint(config) is None:
-        return None
+        return {}
     return {
-        "enabled": True,
-        "exporter_import_path": "dsde.telemetry.setup:span_processors",
-        "sampling_ratio": sampling_ratio(),
+        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "dsde.telemetry.setup:span_processors",
+        "RAY_SERVE_TRACING_SAMPLING_RATIO": str(sampling_ratio()),
     }
 
 

@@ -10,7 +10,7 @@ ON = TelemetryConfig()
 
 def test_without_an_endpoint_nothing_is_sent() -> None:
     assert setup.traces_endpoint(ON) is None
-    assert setup.serve_tracing_config(ON) is None
+    assert setup.serve_environment(ON) == {}
     assert setup.start(ON, "embedded", "r1", None) is None
 
 
