@@ -36,12 +36,12 @@ class Span:
 
 @dataclass
 class Collector:
-    """Everything received so far."""
+    """What was received so far. instances: by metric, the service.instance.id of those who sent it."""
 
     endpoint: str
     spans: list[Span] = field(default_factory=list)
-    metrics: dict[str, list[tuple[dict[str, Any], Any]]] = field(default_factory=dict)
-    resources: list[dict[str, Any]] = field(default_factory=list)
+    instances: dict[str, set[str]] = field(default_factory=dict)
+    services: set[str] = field(default_factory=set)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -76,13 +76,12 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
     def Export(self, request: Any, context: Any) -> Any:
         with self._collector.changed:
             for resource in request.resource_metrics:
-                self._collector.resources.append(_attributes(resource.resource.attributes))
+                about = _attributes(resource.resource.attributes)
+                self._collector.services.add(about["service.name"])
                 for scope in resource.scope_metrics:
                     for metric in scope.metrics:
-                        points = getattr(metric, metric.WhichOneof("data")).data_points
-                        self._collector.metrics[metric.name] = [
-                            (_attributes(point.attributes), point) for point in points
-                        ]
+                        known = self._collector.instances.setdefault(metric.name, set())
+                        known.add(about["service.instance.id"])
             self._collector.changed.notify_all()
         return metrics_service_pb2.ExportMetricsServiceResponse()
 

@@ -164,10 +164,11 @@ class Metrics:
 def views() -> list[View]:
     """One view for each instrument: no point carries an attribute that its instrument does not declare.
 
-    Of the SDK's own metrics the counts stay, which tell what was lost; how long its exports take does not.
+    Of the SDK's own metrics those of processors and exporters stay, which tell what was lost.
     """
     return [
         View(instrument_name="otel.sdk.*.duration", aggregation=DropAggregation()),
+        View(instrument_name="otel.sdk.span.*", aggregation=DropAggregation()),
         *(
             View(
                 instrument_name=one.name,

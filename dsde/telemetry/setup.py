@@ -94,6 +94,7 @@ def serve_environment(config: TelemetryConfig) -> dict[str, str]:
     return {
         "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "dsde.telemetry.setup:span_processors",
         "RAY_SERVE_TRACING_SAMPLING_RATIO": str(sampling_ratio()),
+        otel.OTEL_SERVICE_NAME: os.environ.get(otel.OTEL_SERVICE_NAME, "dsde"),
     }
 
 

@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from dsde.telemetry.metrics import views
 from dsde.telemetry.tracing import RequestSpan, context_from, headers_of, operation_of
 from tests.collector import Collector, collector
 
@@ -101,14 +104,20 @@ def test_without_tracing_a_client_s_trace_is_passed_on() -> None:
     )
 
 
-def test_a_collector_that_is_slow_or_gone_costs_spans_and_no_time() -> None:
+def test_a_collector_that_is_slow_or_gone_costs_spans_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED", "true")
     with collector(delay_s=5) as slow:
         gone = "http://127.0.0.1:9"
         for endpoint in (slow.endpoint, gone):
+            reader = InMemoryMetricReader()
             provider = TracerProvider(shutdown_on_exit=False)
             exporter = OTLPSpanExporter(endpoint, timeout=1)
             processor = BatchSpanProcessor(
-                exporter, max_queue_size=16, max_export_batch_size=8, schedule_delay_millis=1
+                exporter,
+                max_queue_size=16,
+                max_export_batch_size=8,
+                schedule_delay_millis=1,
+                meter_provider=MeterProvider([reader], views=views()),
             )
             provider.add_span_processor(processor)
             tracer = provider.get_tracer("test")
@@ -116,7 +125,20 @@ def test_a_collector_that_is_slow_or_gone_costs_spans_and_no_time() -> None:
             for _ in range(2000):
                 tracer.start_span("request").end()
             assert time.perf_counter() - start < 1.0
+            assert lost(reader) > 1000
             exporter.shutdown()
+
+
+def lost(reader: InMemoryMetricReader) -> int:
+    data = reader.get_metrics_data()
+    assert data is not None
+    metrics = [metric for one in data.resource_metrics for scope in one.scope_metrics for metric in scope.metrics]
+    return sum(
+        int(getattr(point, "value", 0))
+        for metric in metrics
+        for point in metric.data.data_points
+        if metric.name == "otel.sdk.processor.span.processed" and "error.type" in (point.attributes or {})
+    )
 
 
 @pytest.mark.parametrize(
