@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -21,15 +22,19 @@ __all__ = ["Replica", "endpoints", "replicas", "run", "table"]
 _DISCOVERY = Path("/tmp/ray/prom_metrics_service_discovery.json")
 _TIMEOUT_S = 5.0
 _LONGEST_ID = 12
+_CAPTION = (
+    "Newest 10 s with work. SL: draft tokens per step; stable: share of steps with settled KLD;\n"
+    "straggle: draft slots left unused for a longer member; off: steps without drafts"
+)
 _COLUMNS = {
-    "running": ("ray_vllm_num_requests_running", "{:.0f}"),
-    "waiting": ("ray_vllm_num_requests_waiting", "{:.0f}"),
+    "run": ("ray_dsde_requests_running", "{:.0f}"),
+    "wait": ("ray_dsde_requests_waiting", "{:.0f}"),
     "tok/s": ("ray_dsde_goodput", "{:.1f}"),
     "SL": ("ray_dsde_recent_speculation_length", "{:.2f}"),
-    "acceptance": ("ray_dsde_recent_acceptance_rate", "{:.0%}"),
+    "accept": ("ray_dsde_recent_acceptance_rate", "{:.0%}"),
     "KLD": ("ray_dsde_recent_kld", "{:.3f}"),
-    "stability": ("ray_dsde_recent_stability", "{:.0%}"),
-    "stragglers": ("ray_dsde_recent_straggler_share", "{:.0%}"),
+    "stable": ("ray_dsde_recent_stability", "{:.0%}"),
+    "straggle": ("ray_dsde_recent_straggler_share", "{:.0%}"),
     "off": ("ray_dsde_recent_off_share", "{:.0%}"),
 }
 """Heading of each column: the metric it shows and how."""
@@ -89,13 +94,13 @@ def replicas(text: str) -> list[Replica]:
             replica_id = sample.labels.get("ReplicaId", "")
             replica = found.setdefault(replica_id, Replica(replica_id))
             replica.values[sample.name] = sample.value
-            replica.model = replica.model or sample.labels.get("model_name", "")
+            replica.model = replica.model or sample.labels.get("gen_ai_request_model", "")
     return sorted(found.values(), key=lambda replica: replica.replica_id)
 
 
 def table(rows: Iterable[Replica]) -> Table:
     """One row for each replica."""
-    shown = Table("replica", "model", caption="means of the newest 10 s with work; SL: draft tokens per step")
+    shown = Table("replica", "model", box=SIMPLE_HEAD, pad_edge=False, caption=_CAPTION)
     for heading in _COLUMNS:
         shown.add_column(heading, justify="right")
     for row in rows:

@@ -134,7 +134,12 @@ class RemoteEngineClient(EngineClient):
         outputs = self._generate(replace(call, trace_headers=span.headers or None))
         error: BaseException | None = None
         try:
-            async for output in outputs:
+            while True:
+                # Current only while the engine is asked: what is yielded from here runs in the caller's own context.
+                with span.current():
+                    output = await anext(outputs, None)
+                if output is None:
+                    break
                 output.prompt = prompt_text
                 output.prompt_token_ids = prompt_ids
                 trace_output(span, output, call.sampling_params.output_kind is RequestOutputKind.CUMULATIVE)

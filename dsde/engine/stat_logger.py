@@ -21,7 +21,10 @@ class _StepLogger(StatLoggerBase):
         self._metrics = metrics
 
     def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
-        step = take_step(scheduler_stats) if scheduler_stats is not None else None
+        if scheduler_stats is None:
+            return
+        self._metrics.load(scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs)
+        step = take_step(scheduler_stats)
         if step is not None:
             self._metrics.step(step)
 

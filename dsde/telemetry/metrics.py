@@ -48,6 +48,7 @@ class Metrics:
     def __init__(self, meter: Meter, model: str) -> None:
         self._model = {gen_ai.GEN_AI_REQUEST_MODEL: model}
         self._window = Window()
+        self._running = self._waiting = 0
         self._step_attributes: dict[tuple[str, ...], dict[str, str]] = {}
 
         def histogram(one: Instrument) -> Histogram:
@@ -72,6 +73,8 @@ class Metrics:
         )
         window = self._window
         recent: list[tuple[Instrument, Callable[[], float | None]]] = [
+            (names.RUNNING, lambda: self._running),
+            (names.WAITING, lambda: self._waiting),
             (names.GOODPUT, lambda: window.rate("emitted")),
             (names.RECENT_LENGTH, lambda: window.ratio("drafted", "requests")),
             (names.RECENT_ACCEPTANCE, lambda: window.ratio("accepted", "drafted")),
@@ -114,6 +117,10 @@ class Metrics:
             self._stability.record(figures["stability"], ours)
             measured = figures["steps"] - figures["steps_off"]
             self._window.add({"stable": figures["stability"] * measured, "measured": measured})
+
+    def load(self, running: int, waiting: int) -> None:
+        """Note how many requests the engine has."""
+        self._running, self._waiting = running, waiting
 
     def step(self, step: EngineStep) -> None:
         """Book one engine step."""

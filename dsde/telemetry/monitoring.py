@@ -83,8 +83,8 @@ PANELS: tuple[Panel, ...] = (
         "Requests",
         "short",
         (
-            ("sum by (ReplicaId) (ray_vllm_num_requests_running)", "running {{ReplicaId}}"),
-            ("sum by (ReplicaId) (ray_vllm_num_requests_waiting)", "waiting {{ReplicaId}}"),
+            (f"max by (ReplicaId) ({_ray(names.RUNNING)})", "running {{ReplicaId}}"),
+            (f"max by (ReplicaId) ({_ray(names.WAITING)})", "waiting {{ReplicaId}}"),
         ),
     ),
     Panel(

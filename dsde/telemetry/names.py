@@ -109,6 +109,8 @@ CONTROLLER_DURATION = Instrument(
     (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05),
 )
 
+RUNNING = Instrument("dsde.requests.running", "{request}", "Requests that an engine works on", _RECENT)
+WAITING = Instrument("dsde.requests.waiting", "{request}", "Requests that wait inside an engine", _RECENT)
 GOODPUT = Instrument("dsde.goodput", "{token}/s", "Tokens emitted by decoding per second, newest 10 s", _RECENT)
 RECENT_LENGTH = Instrument(
     "dsde.recent.speculation_length", "{token}", "Draft tokens verified per request and step, newest 10 s", _RECENT

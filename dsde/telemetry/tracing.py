@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from opentelemetry import trace
@@ -94,6 +95,10 @@ class RequestSpan:
             )
             given = {key: getattr(sampling, name, None) for name, key in _SAMPLING.items()}
             self._span.set_attributes({key: value for key, value in given.items() if value is not None})
+
+    def current(self) -> AbstractContextManager[object]:
+        """The span as the current one, so that what starts in the block is its child."""
+        return trace.use_span(self._span, record_exception=False, set_status_on_exception=False)
 
     @property
     def finished(self) -> bool:

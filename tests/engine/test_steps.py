@@ -17,6 +17,11 @@ TRACED = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0
 class Booked:
     def __init__(self) -> None:
         self.steps: list[EngineStep] = []
+        self.most_running = 0
+        self.running = 0
+
+    def load(self, running: int, waiting: int) -> None:
+        self.running, self.most_running = running, max(self.most_running, running)
 
     def step(self, step: EngineStep) -> None:
         self.steps.append(step)
@@ -83,6 +88,7 @@ def test_steps_add_up_to_what_the_requests_say(engine: Any, booked: Booked) -> N
     assert all(step.controller_s > 0 for step in steps)
     apart = [step for step in steps if step.depth > 1 and step.used < step.slots]
     assert apart
+    assert (booked.most_running, booked.running) == (2, 0)
     assert all("dsde_events" not in output.kv_transfer_params for output in done.values())
 
 
