@@ -23,8 +23,8 @@ _DISCOVERY = Path("/tmp/ray/prom_metrics_service_discovery.json")
 _TIMEOUT_S = 5.0
 _LONGEST_ID = 12
 _CAPTION = (
-    "Newest 10 s with work. SL: draft tokens per step; stable: share of steps with settled KLD;\n"
-    "straggle: draft slots left unused for a longer member; off: steps without drafts"
+    "newest 10 s with work; SL: draft tokens per step; stable: steps of settled KLD\n"
+    "straggle: draft slots unused for a longer member; off: steps without drafts"
 )
 _COLUMNS = {
     "run": ("ray_dsde_requests_running", "{:.0f}"),
@@ -100,9 +100,9 @@ def replicas(text: str) -> list[Replica]:
 
 def table(rows: Iterable[Replica]) -> Table:
     """One row for each replica."""
-    shown = Table("replica", "model", box=SIMPLE_HEAD, pad_edge=False, caption=_CAPTION)
+    shown = Table("replica", "model", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=_CAPTION)
     for heading in _COLUMNS:
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         cells = (_cell(row.values, metric, form) for metric, form in _COLUMNS.values())
         shown.add_row(row.replica_id[:_LONGEST_ID], row.model, *cells)

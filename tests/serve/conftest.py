@@ -63,7 +63,7 @@ def served(received: Collector) -> Iterator[Served]:
         "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "200",
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",
-        "RAY_metrics_report_interval_ms": "1000",
+        "RAY_metrics_report_interval_ms": "2000",
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--port", "0", "--dashboard-port", "0"],

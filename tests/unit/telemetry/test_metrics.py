@@ -131,9 +131,17 @@ def test_steps_count_on_off_and_why(booked: Booked) -> None:
     assert points["dsde.goodput"][0].value > 0
 
 
+def test_the_load_is_the_latest(booked: Booked) -> None:
+    booked.metrics.load(3, 1)
+    booked.metrics.load(2, 0)
+    points = booked.points()
+    assert (points["dsde.requests.running"][0].value, points["dsde.requests.waiting"][0].value) == (2, 0)
+
+
 def test_no_point_carries_an_undeclared_attribute_and_series_are_bounded(booked: Booked) -> None:
     for number in range(1000):
         booked.metrics.request(done(figures={**FIGURES, "policy": f"policy-{number}"}))
+    booked.metrics._wait.record(1.0, {"user.id": "somebody"})
     points = booked.points()
     assert len(points["dsde.kld"]) <= 201
     for name, found in points.items():
