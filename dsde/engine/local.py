@@ -52,8 +52,7 @@ class LocalEngine:
         offsets = _output_sizes()
         arguments = engine_arguments(config)
         if telemetry is not None:
-            arguments["otlp_traces_endpoint"] = telemetry.traces_endpoint
-            arguments["additional_config"]["dsde"]["telemetry"] = True
+            arguments |= _telemetry_arguments(arguments, telemetry)
         loggers = None if telemetry is None else stat_loggers(telemetry)
         try:
             return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers), telemetry)
@@ -120,6 +119,17 @@ class LocalEngine:
     def shutdown(self) -> None:
         """Stop the engine's process and wait for it."""
         self._engine.shutdown()
+
+
+def _telemetry_arguments(arguments: Mapping[str, Any], telemetry: Telemetry) -> dict[str, Any]:
+    """What makes the engine send its steps and, where spans go somewhere, its own spans."""
+    additional = arguments.get("additional_config") or {}
+    changed: dict[str, Any] = {
+        "additional_config": {**additional, "dsde": {**additional.get("dsde", {}), "telemetry": True}}
+    }
+    if telemetry.traces_endpoint is not None:
+        changed["otlp_traces_endpoint"] = telemetry.traces_endpoint
+    return changed
 
 
 def finished_request(
