@@ -16,7 +16,7 @@ from deployments.ingress import OpenAIIngress
 from deployments.replica import EngineReplica
 from dsde.config import DsdeConfig, from_values
 from dsde.engine.plugin import engine_environment
-from dsde.telemetry.setup import check_environment, serve_environment
+from dsde.telemetry.setup import check_environment, replica_environment
 
 __all__ = ["build_app", "configuration", "policy_config"]
 
@@ -29,7 +29,7 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     """
     config = configuration(args)
     check_environment(config.telemetry)
-    environment = engine_environment(config) | serve_environment(config.telemetry)
+    environment = engine_environment(config) | replica_environment()
     # A type checker sees the classes, not the deployments that the decorators make of them.
     replica: Deployment = EngineReplica
     ingress: Deployment = OpenAIIngress

@@ -200,7 +200,7 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int, progr
 def _start_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int) -> None:
     # A replica that is killed takes its engine's process, and the memory that holds, with it.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
-    # Serve's proxy runs in no runtime environment of ours.
+    # Serve's proxy runs in no runtime environment of an application.
     os.environ.update(serve_environment(config.telemetry))
     ray.init(
         address="local",

@@ -33,6 +33,7 @@ from dsde.engine.transport import (
     report_of,
 )
 from dsde.engine.vllm_internals import require_supported_vllm
+from dsde.telemetry.tracing import is_sampled
 
 __all__ = ["DsdeAsyncScheduler", "DsdeScheduler"]
 
@@ -88,7 +89,7 @@ class _Speculation(Scheduler):
         if new and request.sampling_params is not None:
             options = self._options(request)
             self.controller.admit(request.request_id, policy=options.policy, max_length=options.max_length)
-            if self._sends_steps and request.trace_headers:
+            if self._sends_steps and is_sampled(request.trace_headers):
                 self._events.admit(request.request_id)
 
     def update_from_output(

@@ -20,7 +20,6 @@ from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetr
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
 from dsde.telemetry.metrics import Metrics, views
 from dsde.telemetry.registry import Registry, RegistryExporter
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Telemetry",
     "check_environment",
-    "sampling_ratio",
+    "replica_environment",
     "serve_environment",
     "span_processors",
     "start",
@@ -40,6 +39,8 @@ __all__ = [
 
 _REGISTRY_INTERVAL_MS = 2_000
 _SIGNALS = ("TRACES", "METRICS")
+_SERVE_EXPORTER = "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH"
+_SERVE_RATIO = "RAY_SERVE_TRACING_SAMPLING_RATIO"
 
 
 def traces_endpoint(config: TelemetryConfig) -> str | None:
@@ -56,10 +57,10 @@ def check_environment(config: TelemetryConfig) -> None:
             if os.environ.get(name, "grpc") != "grpc":
                 raise ValueError(f"{name} = {os.environ[name]!r} is not accepted; it should be grpc")
     if traces_endpoint(config) is not None:
-        sampling_ratio()
+        _sampling_ratio()
 
 
-def sampling_ratio() -> float:
+def _sampling_ratio() -> float:
     """The share of traces to keep that have no parent, from OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG.
 
     A request with a `traceparent` follows it. ValueError names the variable.
@@ -85,17 +86,25 @@ def sampling_ratio() -> float:
 
 
 def serve_environment(config: TelemetryConfig) -> dict[str, str]:
-    """The variables by which Ray Serve makes the spans of proxy, router and replicas; none when nobody traces.
+    """The variables by which Ray Serve makes spans, for all processes of a cluster; none when nobody traces.
 
     Serve's `tracing_config` would say the same, but Ray 2.60.0 does not hand it to its proxies.
     """
     if traces_endpoint(config) is None:
         return {}
     return {
-        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "dsde.telemetry.setup:span_processors",
-        "RAY_SERVE_TRACING_SAMPLING_RATIO": str(sampling_ratio()),
+        _SERVE_EXPORTER: "dsde.telemetry.setup:span_processors",
+        _SERVE_RATIO: str(_sampling_ratio()),
         otel.OTEL_SERVICE_NAME: os.environ.get(otel.OTEL_SERVICE_NAME, "dsde"),
     }
+
+
+def replica_environment() -> dict[str, str]:
+    """What replicas need besides: where Serve traces, its proxy decides what is sampled.
+
+    Serve does not pass on that a request is not sampled, so a replica that decided for itself would send fragments.
+    """
+    return {_SERVE_RATIO: "0.0"} if os.environ.get(_SERVE_EXPORTER) else {}
 
 
 def span_processors() -> list[SpanProcessor]:
@@ -109,7 +118,7 @@ def _start_tracing(config: TelemetryConfig) -> None:
     """Send this process's spans away, where somebody wants them and Serve's own tracing has not seen to it."""
     if traces_endpoint(config) is None or isinstance(trace.get_tracer_provider(), TracerProvider):
         return
-    provider = TracerProvider(sampler=ParentBasedTraceIdRatio(sampling_ratio()))
+    provider = TracerProvider()
     for processor in span_processors():
         provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)

@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from dsde.telemetry import names
 
-__all__ = ["RequestSpan", "context_from", "headers_of", "operation_of"]
+__all__ = ["RequestSpan", "context_from", "headers_of", "is_sampled", "operation_of"]
 
 _W3C = TraceContextTextMapPropagator()
 _OPERATIONS = {
@@ -54,6 +54,11 @@ def headers_of(span: trace.Span | None = None) -> dict[str, str]:
     carrier: dict[str, str] = {}
     _W3C.inject(carrier, None if span is None else trace.set_span_in_context(span))
     return carrier
+
+
+def is_sampled(carrier: Mapping[str, str] | None) -> bool:
+    """Whether the trace that a carrier names is being recorded."""
+    return bool(carrier) and trace.get_current_span(context_from(carrier)).get_span_context().trace_flags.sampled
 
 
 def operation_of(request_id: str) -> str:

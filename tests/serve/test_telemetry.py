@@ -59,6 +59,8 @@ def scrape(served: Served) -> dict[str, list[Any]]:
 
 
 def test_a_request_is_one_tree_of_spans(web: httpx.Client, served: Served, received: Collector) -> None:
+    # Nobody wants spans of the first one.
+    unsampled = chat(web, served, {"traceparent": f"00-{'1' * 32}-{'2' * 16}-00"})
     answer = chat(web, served, {"traceparent": TRACEPARENT})
 
     def named(part: str) -> list[Span]:
@@ -68,6 +70,7 @@ def test_a_request_is_one_tree_of_spans(web: httpx.Client, served: Served, recei
     received.wait(lambda: all(map(named, parts)), PATIENCE_S, "the spans of a request")
     time.sleep(1)
     spans = {span.span_id: span for span in received.trace(TRACE_ID)}
+    assert unsampled["id"].removeprefix("chatcmpl-") not in str(received.spans)
     roots = [span for span in spans.values() if span.parent_id not in spans]
     assert {span.parent_id for span in roots} == {TRACEPARENT.split("-")[2]}, [s.name for s in spans.values()]
 

@@ -29,13 +29,25 @@ def test_dsde_s_own_switch_turns_everything_off(monkeypatch: pytest.MonkeyPatch)
     assert setup.start(off, "embedded", "r1", None) is None
 
 
+def ratio() -> str:
+    return setup.serve_environment(ON)["RAY_SERVE_TRACING_SAMPLING_RATIO"]
+
+
+def test_replicas_leave_the_decision_to_a_proxy_that_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH", raising=False)
+    assert setup.replica_environment() == {}
+    monkeypatch.setenv("RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH", "dsde.telemetry.setup:span_processors")
+    assert setup.replica_environment() == {"RAY_SERVE_TRACING_SAMPLING_RATIO": "0.0"}
+
+
 def test_the_sampler_is_the_standard_variable_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert setup.sampling_ratio() == 1.0
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    assert ratio() == "1.0"
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.05")
-    assert setup.sampling_ratio() == 0.05
+    assert ratio() == "0.05"
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    assert setup.sampling_ratio() == 0.0
+    assert ratio() == "0.0"
 
 
 @pytest.mark.parametrize(

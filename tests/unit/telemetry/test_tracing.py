@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from dsde.telemetry.metrics import views
-from dsde.telemetry.tracing import RequestSpan, context_from, headers_of, operation_of
+from dsde.telemetry.tracing import RequestSpan, context_from, headers_of, is_sampled, operation_of
 from tests.collector import Collector, collector
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -99,6 +99,9 @@ def test_without_tracing_a_client_s_trace_is_passed_on() -> None:
     assert span.headers == {"traceparent": PARENT}
     assert RequestSpan("embedded", "cmpl-1", SAMPLING, None).headers == {}
     assert headers_of() == {}
+    assert is_sampled({"traceparent": PARENT})
+    assert not is_sampled({"traceparent": PARENT.removesuffix("1") + "0"})
+    assert not is_sampled(None)
     assert (
         trace.get_current_span(context_from({"traceparent": PARENT})).get_span_context().span_id == 0xB7AD6B7169203331
     )
