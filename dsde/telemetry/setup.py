@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 _REGISTRY_INTERVAL_MS = 2_000
+_FIXED_RATIOS = {"parentbased_always_on": 1.0, "parentbased_always_off": 0.0}
 _SIGNALS = ("TRACES", "METRICS")
 _SERVE_EXPORTER = "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH"
 _SERVE_RATIO = "RAY_SERVE_TRACING_SAMPLING_RATIO"
@@ -53,9 +54,10 @@ def check_environment(config: TelemetryConfig) -> None:
     for signal in _SIGNALS:
         if _endpoint(config, signal) is None:
             continue
-        for name in (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", otel.OTEL_EXPORTER_OTLP_PROTOCOL):
-            if os.environ.get(name, "grpc") != "grpc":
-                raise ValueError(f"{name} = {os.environ[name]!r} is not accepted; it should be grpc")
+        own = f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL"
+        name = own if own in os.environ else otel.OTEL_EXPORTER_OTLP_PROTOCOL
+        if os.environ.get(name, "grpc") != "grpc":
+            raise ValueError(f"{name} = {os.environ[name]!r} is not accepted; it should be grpc")
     if traces_endpoint(config) is not None:
         _sampling_ratio()
 
@@ -66,13 +68,13 @@ def _sampling_ratio() -> float:
     A request with a `traceparent` follows it. ValueError names the variable.
     """
     sampler = os.environ.get(otel.OTEL_TRACES_SAMPLER, "parentbased_always_on")
-    if not sampler.startswith("parentbased_"):
-        raise ValueError(
-            f"{otel.OTEL_TRACES_SAMPLER} = {sampler!r} is not accepted; it should be parentbased_always_on, "
-            "parentbased_always_off or parentbased_traceidratio"
-        )
+    if sampler in _FIXED_RATIOS:
+        return _FIXED_RATIOS[sampler]
     if sampler != "parentbased_traceidratio":
-        return float(sampler == "parentbased_always_on")
+        raise ValueError(
+            f"{otel.OTEL_TRACES_SAMPLER} = {sampler!r} is not accepted; it should be "
+            f"{', '.join(_FIXED_RATIOS)} or parentbased_traceidratio"
+        )
     text = os.environ.get(otel.OTEL_TRACES_SAMPLER_ARG, "1.0")
     try:
         ratio = float(text)
@@ -136,10 +138,6 @@ class Telemetry:
     def metrics(self) -> Metrics:
         """Where an engine is booked; only a process that has one asks."""
         return Metrics(self._provider.get_meter("dsde"), self._model)
-
-    def flush(self) -> None:
-        """Export now what was recorded so far."""
-        self._provider.force_flush()
 
 
 def start(config: TelemetryConfig, model: str, instance: str, registry: Registry | None) -> Telemetry | None:
