@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -100,7 +99,9 @@ def replicas(text: str) -> list[Replica]:
 
 def table(rows: Iterable[Replica]) -> Table:
     """One row for each replica."""
-    shown = Table("replica", "model", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=_CAPTION)
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, caption=_CAPTION)
+    for heading in ("replica", "model"):
+        shown.add_column(heading, no_wrap=True)
     for heading in _COLUMNS:
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:

@@ -214,7 +214,7 @@ def test_top_shows_both_replicas(traffic: int, served: Served) -> None:
     assert len(rows) == 2, shown.stdout
     for row in rows:
         running, waiting, speed, length, acceptance, kld, stability, stragglers, off = row[2:]
-        assert (running, waiting) == ("0", "0")
+        assert min(int(running), int(waiting)) >= 0
         assert float(speed) >= 0
         assert 0 < float(length) <= 8
         assert float(kld) > 0

@@ -14,11 +14,17 @@ from dsde.cli import main
 EXPOSITION = """\
 # HELP ray_dsde_requests_running running
 # TYPE ray_dsde_requests_running gauge
-ray_dsde_requests_running{ReplicaId="aaaa",gen_ai_request_model="embedded",WorkerId="1"} 3.0
+ray_dsde_requests_running{ReplicaId="aaaa1111",gen_ai_request_model="embedded",WorkerId="1"} 3.0
 ray_dsde_requests_running{ReplicaId="bbbb",gen_ai_request_model="embedded",WorkerId="2"} 0.0
 # TYPE ray_dsde_goodput gauge
-ray_dsde_goodput{ReplicaId="aaaa",gen_ai_request_model="embedded"} 41.25
-ray_dsde_recent_acceptance_rate{ReplicaId="aaaa",gen_ai_request_model="embedded"} 0.625
+ray_dsde_goodput{ReplicaId="aaaa1111",gen_ai_request_model="embedded"} 41.25
+ray_dsde_recent_acceptance_rate{ReplicaId="aaaa1111",gen_ai_request_model="embedded"} 0.625
+ray_dsde_recent_speculation_length{ReplicaId="aaaa1111",gen_ai_request_model="embedded"} 3.25
+ray_dsde_recent_kld{ReplicaId="aaaa1111",gen_ai_request_model="embedded"} 0.5125
+ray_dsde_recent_stability{ReplicaId="aaaa1111",gen_ai_request_model="embedded"} 1.0
+ray_dsde_recent_straggler_share{ReplicaId="aaaa1111",gen_ai_request_model="embedded"} 0.125
+ray_dsde_recent_off_share{ReplicaId="aaaa1111",gen_ai_request_model="embedded"} 1.0
+ray_dsde_requests_waiting{ReplicaId="aaaa1111",gen_ai_request_model="embedded"} 12.0
 ray_something_else{ReplicaId="cccc"} 1.0
 """
 
@@ -46,7 +52,7 @@ def test_one_table_with_a_row_for_each_replica(endpoint: str) -> None:
     assert top.run(endpoint, once=True, interval_s=2, console=console) == 0
     lines = console.export_text().splitlines()
     assert [line.split() for line in lines if "embedded" in line] == [
-        ["aaaa", "embedded", "3", "-", "41.2", "-", "62%", "-", "-", "-", "-"],
+        ["aaaa1111", "embedded", "3", "12", "41.2", "3.25", "62%", "0.512", "100%", "12%", "100%"],
         ["bbbb", "embedded", "0", "-", "-", "-", "-", "-", "-", "-", "-"],
     ]
 
@@ -55,7 +61,7 @@ def test_without_a_url_ray_s_own_list_is_read(endpoint: str, monkeypatch: pytest
     target = endpoint.removeprefix("http://")
     (tmp_path / "list.json").write_text(f'[{{"labels": {{"job": "ray"}}, "targets": ["127.0.0.1:9", "{target}"]}}]')
     monkeypatch.setattr(top, "_DISCOVERY", tmp_path / "list.json")
-    assert [row.replica_id for row in top.replicas(top.scrape(top.endpoints(None)))] == ["aaaa", "bbbb"]
+    assert [row.replica_id for row in top.replicas(top.scrape(top.endpoints(None)))] == ["aaaa1111", "bbbb"]
 
 
 @pytest.mark.parametrize(
