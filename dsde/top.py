@@ -22,8 +22,9 @@ _DISCOVERY = Path("/tmp/ray/prom_metrics_service_discovery.json")
 _TIMEOUT_S = 5.0
 _LONGEST_ID = 12
 _CAPTION = (
-    "newest 10 s with work; SL: draft tokens per step; stable: steps of settled KLD\n"
-    "straggle: draft slots unused for a longer member; off: steps without drafts"
+    "newest 10 s with work; SL: draft tokens per step\n"
+    "stable: steps whose KLD had settled; off: steps without drafts\n"
+    "straggle: draft slots unused for a longer member"
 )
 _COLUMNS = {
     "run": ("ray_dsde_requests_running", "{:.0f}"),
