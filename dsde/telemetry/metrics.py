@@ -67,10 +67,11 @@ class Metrics:
         self._wait = histogram(names.STRAGGLER_WAIT)
         self._straggler_ratio = histogram(names.STRAGGLER_RATIO)
         self._controller = histogram(names.CONTROLLER_DURATION)
-        self._steps, self._drafted, self._accepted, self._decoded = (
-            meter.create_counter(one.name, one.unit, one.description)
-            for one in (names.STEPS, names.DRAFT_TOKENS, names.ACCEPTED_TOKENS, names.DECODED_TOKENS)
-        )
+        # Read when somebody exports, so that a step costs an addition.
+        self._totals: dict[str, dict[tuple[str, ...], int]] = {}
+        for one in (names.STEPS, names.DRAFT_TOKENS, names.ACCEPTED_TOKENS, names.DECODED_TOKENS):
+            self._totals[one.name] = {}
+            meter.create_observable_counter(one.name, [self._total(one)], one.unit, one.description)
         window = self._window
         recent: list[tuple[Instrument, Callable[[], float | None]]] = [
             (names.RUNNING, lambda: self._running),
@@ -126,13 +127,12 @@ class Metrics:
         """Book one engine step."""
         attributes = self._attributes(step.policy)
         self._controller.record(step.controller_s, attributes)
-        if step.drafted:
-            self._drafted.add(step.drafted, attributes)
-            self._accepted.add(step.accepted, attributes)
-        if step.emitted:
-            self._decoded.add(step.emitted, attributes)
+        if step.requests:
+            self._add(names.DRAFT_TOKENS, step.drafted, step.policy)
+            self._add(names.ACCEPTED_TOKENS, step.accepted, step.policy)
+            self._add(names.DECODED_TOKENS, step.emitted, step.policy)
         if step.may_draft:
-            self._steps.add(1, self._attributes(step.policy, "on" if step.depth else "off", step.reason))
+            self._add(names.STEPS, 1, step.policy, "on" if step.depth else "off", step.reason)
         if step.used:
             self._straggler_ratio.record(step.slots / step.used, attributes)
         self._window.add(
@@ -149,6 +149,16 @@ class Metrics:
                 "off": int(step.may_draft and not step.depth),
             }
         )
+
+    def _add(self, one: Instrument, amount: int, *key: str) -> None:
+        totals = self._totals[one.name]
+        totals[key] = totals.get(key, 0) + amount
+
+    def _total(self, one: Instrument) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(total, self._attributes(*key)) for key, total in list(self._totals[one.name].items())]
+
+        return observe
 
     def _attributes(self, policy: str, state: str = "", reason: str = "") -> dict[str, str]:
         key = (policy, state, reason)

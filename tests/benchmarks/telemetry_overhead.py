@@ -2,8 +2,8 @@
 
 With it, every step is added up and booked, every request has a span with its events and vLLM's own below it, spans and
 metrics leave over OTLP to a collector in another process, and a registry is told every two seconds. Without it, none of
-that runs; vLLM's own statistics run in both. Ray's registry and the serialising between processes are not in it. On a shared machine the wall clock is noisy; CPU time
-leaves out what other processes took.
+that runs; vLLM's own statistics run in both. Ray's registry and the serialising between processes are not in it. On a
+shared machine the wall clock is noisy; CPU time leaves out what other processes took.
 
 python tests/benchmarks/telemetry_overhead.py --pair embedded --rounds 20
 """
