@@ -3,25 +3,24 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from dsde.control.controller import Controller  # noqa: E402
-from dsde.control.records import SpeculationPlan, StepObservation  # noqa: E402
-from dsde.engine.events import Events  # noqa: E402
-from dsde.engine.tally import Tally  # noqa: E402
-from dsde.engine.transport import attach_step, take_step  # noqa: E402
+from dsde.control.controller import Controller
+from dsde.control.records import SpeculationPlan, StepObservation
+from dsde.engine.events import Events
+from dsde.engine.tally import Tally
+from dsde.engine.transport import attach_step, take_step
 
 
 def observation(drafted: list[int], accepted: list[int], kld: list[float]) -> StepObservation:
     return StepObservation(
         request_ids=tuple(f"r{index}" for index in range(len(drafted))),
-        num_draft_tokens=torch.tensor(drafted),
-        num_accepted_tokens=torch.tensor(accepted),
-        kld=torch.tensor(kld),
-        overlap=torch.tensor(kld),
-        temperature=torch.zeros(len(drafted)),
+        num_draft_tokens=np.array(drafted, dtype=np.int64),
+        num_accepted_tokens=np.array(accepted, dtype=np.int64),
+        kld=np.array(kld, dtype=np.float32),
+        overlap=np.array(kld, dtype=np.float32),
+        temperature=np.zeros(len(drafted), dtype=np.float32),
     )
 
 
