@@ -17,6 +17,7 @@ from deployments.replica import EngineReplica
 from deployments.router import router_config
 from dsde.config import DsdeConfig, from_values
 from dsde.engine.plugin import engine_environment
+from dsde.telemetry.setup import check_environment, replica_environment
 
 __all__ = ["build_app", "configuration", "policy_config"]
 
@@ -28,7 +29,8 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     Raises ValueError naming the setting, its value and what is accepted.
     """
     config = configuration(args)
-    environment = engine_environment(config)
+    check_environment(config.telemetry)
+    environment = engine_environment(config) | replica_environment()
     # A type checker sees the classes, not the deployments that the decorators make of them.
     replica: Deployment = EngineReplica
     ingress: Deployment = OpenAIIngress

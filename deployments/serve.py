@@ -25,6 +25,7 @@ from deployments.app import configuration, policy_config
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
 from dsde.engine.plugin import served_name
+from dsde.telemetry.setup import check_environment, serve_environment
 
 __all__ = ["run", "switch_policy"]
 
@@ -66,15 +67,17 @@ def run(config: DsdeConfig) -> int:
         with _stop_signals():
             port = _free_port("serving.port", config.serving.host, config.serving.port)
             dashboard_port = _free_port("serving.dashboard_port", "127.0.0.1", config.serving.dashboard_port)
+            metrics_port = _free_port("telemetry.metrics_port", "127.0.0.1", config.telemetry.metrics_port)
+            _check_telemetry(config)
             _check_cores(config)
             # Twice, because Ray takes the signals over when it starts.
-            with _local_ray(config, dashboard_port, progress), _stop_signals():
+            with _local_ray(config, dashboard_port, metrics_port, progress), _stop_signals():
                 _check_gpus(config)
                 dashboard = f"http://127.0.0.1:{dashboard_port}"
                 client = _serve_client(dashboard)
                 _deploy(config, client, port, progress)
                 _await_ready(client, progress)
-                print(_banner(config, port, dashboard), flush=True)
+                print(_banner(config, port, dashboard, metrics_port), flush=True)
                 while True:
                     signal.pause()
     except _Stopped:
@@ -142,6 +145,13 @@ def _free_port(setting: str, host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
+def _check_telemetry(config: DsdeConfig) -> None:
+    try:
+        check_environment(config.telemetry)
+    except ValueError as error:
+        raise _Refused(str(error)) from None
+
+
 def _check_cores(config: DsdeConfig) -> None:
     needed = config.serving.replicas * config.serving.cpus_per_replica
     cores = len(os.sched_getaffinity(0))
@@ -166,14 +176,14 @@ def _check_gpus(config: DsdeConfig) -> None:
 
 
 @contextmanager
-def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> Iterator[None]:
+def _local_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int, progress: _Progress) -> Iterator[None]:
     """A Ray of our own for the time of the block; afterwards none of its processes is left."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     progress.say("starting Ray")
     try:
         for attempt in range(1, _RAY_ATTEMPTS + 1):
             try:
-                _start_ray(config, dashboard_port)
+                _start_ray(config, dashboard_port, metrics_port)
                 break
             except Exception as error:
                 # Ray gives its node half a minute, which a busy machine may not keep.
@@ -187,9 +197,11 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> 
         _stop_ray()
 
 
-def _start_ray(config: DsdeConfig, dashboard_port: int) -> None:
+def _start_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int) -> None:
     # A replica that is killed takes its engine's process, and the memory that holds, with it.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
+    # Serve's proxy runs in no runtime environment of an application.
+    os.environ.update(serve_environment(config.telemetry))
     ray.init(
         address="local",
         num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),
@@ -199,6 +211,7 @@ def _start_ray(config: DsdeConfig, dashboard_port: int) -> None:
         # Ray's own ports stay on loopback too.
         _node_ip_address="127.0.0.1",
         dashboard_port=dashboard_port,
+        _metrics_export_port=metrics_port,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
@@ -278,7 +291,7 @@ def _cause(app: dict[str, Any]) -> str:
     return "; ".join(sorted(lines)) or str(app.get("message", "Serve gives no reason"))
 
 
-def _banner(config: DsdeConfig, port: int, dashboard: str) -> str:
+def _banner(config: DsdeConfig, port: int, dashboard: str, metrics_port: int) -> str:
     host = "127.0.0.1" if config.serving.host in ("0.0.0.0", "::") else config.serving.host
     url = f"http://{host}:{port}"
     name = served_name(config)
@@ -288,6 +301,7 @@ dsde serves {name} with policy {config.speculation.policy}
   OpenAI API     {url}/v1
   health         {url}/health
   Ray dashboard  {dashboard}  (asks for the token that `ray get-auth-token` prints)
+  Prometheus     http://127.0.0.1:{metrics_port}/metrics
   Ray address    {ray.get_runtime_context().gcs_address}
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\

@@ -114,6 +114,13 @@ examples:
 """
 
 
+_TOP_EXAMPLES = """\
+examples:
+  dsde top
+  dsde top --url http://127.0.0.1:8080/metrics --once
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 the work failed, 2 the options or the configuration are not usable."""
     options = _parser().parse_args(arguments)
@@ -153,6 +160,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_settings(serve, _OPTIONS | _SERVING_OPTIONS)
     serve.set_defaults(command=_serve)
+
+    top = commands.add_parser(
+        "top",
+        help="watch the replicas of a running application",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Show requests, speed and speculation of every replica, refreshed until Ctrl-C.",
+        epilog=_TOP_EXAMPLES,
+    )
+    top.add_argument(
+        "--url", help="Prometheus endpoint that `dsde serve` prints; default: every Ray node on record here"
+    )
+    top.add_argument("--once", action="store_true", help="print one table and exit")
+    top.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="time between refreshes (2)")
+    top.set_defaults(command=_top)
 
     engine_args = commands.add_parser(
         "engine-args",
@@ -347,6 +368,12 @@ def _serve(options: argparse.Namespace) -> int:
     from deployments.serve import run
 
     return int(run(config) or 0)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from dsde.top import run
+
+    return run(options.url, once=options.once, interval_s=options.interval)
 
 
 def _engine_args(options: argparse.Namespace) -> int:

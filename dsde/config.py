@@ -28,6 +28,7 @@ __all__ = [
     "ModelConfig",
     "ServingConfig",
     "SpeculationConfig",
+    "TelemetryConfig",
     "explain",
     "from_values",
     "load",
@@ -114,6 +115,15 @@ class ServingConfig(_Section):
     dashboard_port: int = Field(8265, ge=0, le=65535, description="Ray dashboard, on loopback only")
 
 
+class TelemetryConfig(_Section):
+    """Metrics and traces. Where OTLP goes, and how, stands in the standard OTEL_* variables."""
+
+    enabled: bool = Field(True, description="metrics, and traces where an OTLP endpoint is set")
+    prometheus: bool = Field(True, description="show dsde's and vLLM's metrics on Ray's Prometheus endpoint")
+    metrics_port: int = Field(0, ge=0, le=65535, description="port of that endpoint; 0: any free one")
+    record_content: bool = Field(False, description="record prompts and answers in spans")
+
+
 class DsdeConfig(BaseSettings):
     """dsde's settings. Environment names join the path with two underscores: DSDE_SPECULATION__POLICY=static."""
 
@@ -123,6 +133,7 @@ class DsdeConfig(BaseSettings):
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
     serving: ServingConfig = ServingConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @classmethod
     def settings_customise_sources(

@@ -272,6 +272,11 @@ class Controller:
             column = EMPTY if request.parked is None else request.parked
         return self._figures.summary(column, (request.own or self._default).name, request.limit)
 
+    def calibrating(self, request_id: str) -> bool:
+        """Whether the request's calibration goes on; True before its first plan, False for an unknown id."""
+        request = self._requests.get(request_id)
+        return request is not None and (request.slot is None or self._history.calibrating(request.slot))
+
     def finish(self, request_id: str) -> RequestSpeculation | None:
         """The request's last figures; everything it held is freed. None for an unknown id, so calling twice is safe."""
         figures = self.snapshot(request_id)

@@ -9,50 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
-from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from dsde.engine.finished import decoding_of
 from dsde.engine.remote import GenerateCall
+from dsde.engine.stat_logger import EngineLoad
 from dsde.engine.transport import ENGINE_KEY, FIGURES_KEY
 from dsde.routing.request import described
 from dsde.routing.stats import ClassStats, ClassTable, ReplicaStats
 
-__all__ = ["EngineLoad", "RoutingRecord"]
+__all__ = ["RoutingRecord"]
 
 PRICED = frozenset({"goodput"})
 """Policies that draft as deep as pays."""
 MEMORY = 0.9
-"""Weight that averages over requests keep when another one finishes."""
-
-
-class EngineLoad(StatLoggerBase):
-    """The newest of vLLM's scheduler statistics: running, waiting: requests; kv_use: share of the KV cache."""
-
-    def __init__(self) -> None:
-        self.running = self.waiting = 0
-        self.kv_use = 0.0
-
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: MultiModalCacheStats | None = None,
-        engine_idx: int = 0,
-    ) -> None:
-        """Called by vLLM after every step."""
-        if scheduler_stats is not None:
-            self.running = scheduler_stats.num_running_reqs
-            self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-            self.kv_use = scheduler_stats.kv_cache_usage
-
-    def log_engine_initialized(self) -> None:
-        """Nothing to say."""
-
-    def logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        """Itself, as vLLM's factory of stat loggers."""
-        return self
+"""Weight that averages and sums over requests keep when another one finishes."""
 
 
 class RoutingRecord:
@@ -63,7 +34,7 @@ class RoutingRecord:
         self._published = 0
         self._classes = ClassTable()
         self._costs: Mapping[str, Any] = {"verify": None, "draft": None, "policy": policy}
-        self._length = self._share = 0.0
+        self._length = self._waited_s = self._decoded_s = 0.0
 
     def finish(self, call: GenerateCall, output: RequestOutput) -> None:
         """Take a request's last output in, and take the engine's costs off it."""
@@ -75,19 +46,13 @@ class RoutingRecord:
         figures = carried.get(FIGURES_KEY)
         if figures is None or not output.outputs:
             return
-        answer = output.outputs[0]
-        counted = answer.spec_decode_metrics
-        steps = 0 if counted is None else sum(counted.histogram)
-        accepted = 0 if counted is None else sum(length * number for length, number in enumerate(counted.histogram))
-        drafted = 0 if counted is None else counted.num_draft_tokens
+        steps, drafted, accepted, seconds = decoding_of(output)
         emitted = 1 + figures["steps"] + accepted
         request = described(call.prompt, call.sampling_params)
         self._classes.finish(request.classes, ClassStats(1.0, emitted, steps, drafted, accepted))
         self._length += (1.0 - MEMORY) * (figures["speculation_length"]["mean"] - self._length)
-        times = output.metrics
-        if times is not None and times.last_token_ts > times.first_token_ts:
-            share = figures["straggler"]["wait_ms"] / (1e3 * (times.last_token_ts - times.first_token_ts))
-            self._share += (1.0 - MEMORY) * (min(1.0, share) - self._share)
+        self._waited_s = MEMORY * self._waited_s + figures["straggler"]["wait_ms"] / 1e3
+        self._decoded_s = MEMORY * self._decoded_s + seconds
 
     def publish(self, load: EngineLoad, unfinished: int, *, draining: bool) -> ReplicaStats:
         """The next publication. unfinished: requests in the engine, which is the truth where vLLM's count is of a step
@@ -104,7 +69,7 @@ class RoutingRecord:
             verify_ms=None if self._costs["verify"] is None else (self._costs["verify"][0], self._costs["verify"][1]),
             draft_ms=self._costs["draft"],
             length=self._length,
-            straggler_share=self._share,
+            straggler_share=min(1.0, self._waited_s / self._decoded_s) if self._decoded_s else 0.0,
             priced=self._costs["policy"] in PRICED,
             draining=draining,
             classes=self._classes.newest(),

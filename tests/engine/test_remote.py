@@ -22,6 +22,8 @@ from dsde.engine.remote import EngineUnavailable, GenerateCall, RemoteEngineClie
 
 PROMPT = {"type": "token", "prompt_token_ids": [5, 6, 7], "prompt": "one two three"}
 FIGURES = {"policy": "paper", "steps": 2}
+EVENTS = [("dsde.speculation.on", 5, {"dsde.step": 0})]
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
 def output(token_ids: list[int], finished: bool = False, **fields: Any) -> RequestOutput:
@@ -42,7 +44,7 @@ class Engine:
             yield output([1])
             if call.request_id == "endless":
                 await asyncio.Event().wait()
-            yield output([1, 2], finished=True, kv_transfer_params={"dsde": FIGURES})
+            yield output([1, 2], finished=True, kv_transfer_params={"dsde": FIGURES, "dsde_events": EVENTS})
         finally:
             self.closed.set()
 
@@ -61,15 +63,20 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(remote, "InputProcessor", lambda config, renderer: SimpleNamespace())
 
     def client(generate: Any, check: Any) -> RemoteEngineClient:
-        return RemoteEngineClient(SimpleNamespace(model_config=None), generate, check, max_length=4)  # type: ignore[arg-type]
+        config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name="embedded"))
+        return RemoteEngineClient(config, generate, check, max_length=4)
 
     return client
 
 
 async def test_token_ids_cross_and_the_prompt_is_put_back(build: Any, engine: Engine) -> None:
     client = build(engine.generate, engine.check)
-    outputs = [one async for one in client.generate(PROMPT, SamplingParams(max_tokens=2), "r", priority=3)]
+    outputs = [
+        one async for one in client.generate(PROMPT, SamplingParams(max_tokens=2), "r", priority=3, trace_headers=TRACE)
+    ]
     (call,) = engine.calls
+    # Nobody records spans here, so the engine joins the client's own.
+    assert call.trace_headers == TRACE
     assert call.prompt == {"type": "token", "prompt_token_ids": [5, 6, 7]}
     assert (call.request_id, call.priority) == ("r", 3)
     assert [(one.prompt, one.prompt_token_ids) for one in outputs] == [("one two three", [5, 6, 7])] * 2

@@ -9,7 +9,8 @@ import pytest
 from vllm import SamplingParams
 
 from dsde.engine.remote import GenerateCall
-from dsde.engine.routing import EngineLoad, RoutingRecord
+from dsde.engine.routing import RoutingRecord
+from dsde.engine.stat_logger import EngineLoad
 from dsde.engine.transport import ENGINE_KEY, FIGURES_KEY
 from dsde.routing.request import HINT
 
@@ -62,3 +63,18 @@ def test_a_count_of_a_step_that_is_over_does_not_outlive_the_requests() -> None:
     busy, idle = record.publish(load, 9, draining=False), record.publish(load, 0, draining=True)
     assert (busy.running, busy.waiting, busy.kv_use, busy.priced, busy.draining) == (5, 4, 0.25, False, False)
     assert (idle.running, idle.waiting, idle.draining) == (0, 0, True)
+
+
+def test_the_straggler_share_is_the_part_of_decoding_time_that_requests_waited() -> None:
+    record = RoutingRecord(slots=5, policy="paper")
+    call = GenerateCall({"prompt_token_ids": [1]}, SamplingParams(), "r")
+    for wait_ms, seconds in ((300.0, 2.0), (0.0, 1.0)):
+        figures = {"steps": 3, "speculation_length": {"mean": 2.0}, "straggler": {"wait_ms": wait_ms}}
+        output: Any = SimpleNamespace(
+            kv_transfer_params={FIGURES_KEY: figures},
+            outputs=[SimpleNamespace(spec_decode_metrics=None)],
+            metrics=SimpleNamespace(first_token_ts=7.0, last_token_ts=7.0 + seconds),
+        )
+        record.finish(call, output)
+    stats = record.publish(EngineLoad(), 0, draining=False)
+    assert stats.straggler_share == pytest.approx(0.9 * 0.3 / (0.9 * 2.0 + 1.0))

@@ -17,6 +17,8 @@ import openai
 import psutil
 import pytest
 
+from tests.collector import Collector, collector
+
 # The application's Ray asks for a token, and Ray reads this when it is imported.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -39,15 +41,29 @@ class Served:
     model: str
     url: str
     dashboard: str
+    metrics: str
     ray_address: str
     pid: int
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[Served]:
+def received() -> Iterator[Collector]:
+    """The OTLP collector that the application sends to."""
+    with collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served(received: Collector) -> Iterator[Served]:
     # What other tests set for engines inside their own process is not what a user's shell holds.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "OMP_", "LD_PRELOAD"))
+    }
+    environment |= {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+        "OTEL_METRIC_EXPORT_INTERVAL": "1000",
+        "RAY_metrics_report_interval_ms": "2000",
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--port", "0", "--dashboard-port", "0"],
@@ -66,6 +82,7 @@ def served() -> Iterator[Served]:
             model="embedded",
             url=_field(text, "OpenAI API"),
             dashboard=_field(text, "Ray dashboard"),
+            metrics=_field(text, "Prometheus"),
             ray_address=_field(text, "Ray address"),
             pid=process.pid,
         )
