@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from deployments.app import configuration, policy_config
+from deployments.rpc.proxy import grpc_options, proxy_environment
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
 from dsde.engine.plugin import served_name
@@ -65,6 +67,7 @@ def run(config: DsdeConfig) -> int:
     try:
         with _stop_signals():
             port = _free_port("serving.port", config.serving.host, config.serving.port)
+            grpc_port = _free_port("serving.grpc_port", config.serving.host, config.serving.grpc_port)
             dashboard_port = _free_port("serving.dashboard_port", "127.0.0.1", config.serving.dashboard_port)
             _check_cores(config)
             # Twice, because Ray takes the signals over when it starts.
@@ -72,9 +75,9 @@ def run(config: DsdeConfig) -> int:
                 _check_gpus(config)
                 dashboard = f"http://127.0.0.1:{dashboard_port}"
                 client = _serve_client(dashboard)
-                _deploy(config, client, port, progress)
+                _deploy(config, client, port, grpc_port, progress)
                 _await_ready(client, progress)
-                print(_banner(config, port, dashboard), flush=True)
+                print(_banner(config, port, grpc_port, dashboard), flush=True)
                 while True:
                     signal.pause()
     except _Stopped:
@@ -101,7 +104,7 @@ def switch_policy(policy: str, settings: dict[str, Any], dashboard: str = "http:
         build_policy(policy, settings, configuration(app["args"]).speculation.max_length)
         others = [one for one in app.get("deployments", []) if one["name"] != _ENGINES]
         app["deployments"] = [*others, {"name": _ENGINES, "user_config": policy_config(policy, settings)}]
-    instance = {key: running[key] for key in ("proxy_location", "http_options")}
+    instance = {key: running[key] for key in ("proxy_location", "http_options", "grpc_options")}
     client.deploy_applications({**instance, "applications": deployed})
 
 
@@ -188,6 +191,7 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> 
 
 
 def _start_ray(config: DsdeConfig, dashboard_port: int) -> None:
+    os.environ.update(proxy_environment(config.serving))
     # A replica that is killed takes its engine's process, and the memory that holds, with it.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     ray.init(
@@ -221,7 +225,9 @@ def _end(processes: list[psutil.Process]) -> None:
         _, alive = psutil.wait_procs(alive, timeout=patience_s)
 
 
-def _deploy(config: DsdeConfig, client: ServeSubmissionClient, port: int, progress: _Progress) -> None:
+def _deploy(
+    config: DsdeConfig, client: ServeSubmissionClient, port: int, grpc_port: int, progress: _Progress
+) -> None:
     progress.say(
         f"deploying {config.serving.replicas} engine replica(s) of {served_name(config)} and the ingress: "
         "each loads vLLM, then the target and the draft"
@@ -229,6 +235,7 @@ def _deploy(config: DsdeConfig, client: ServeSubmissionClient, port: int, progre
     body = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": config.serving.host, "port": port},
+        "grpc_options": grpc_options(grpc_port),
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         "applications": [
             {
@@ -278,7 +285,13 @@ def _cause(app: dict[str, Any]) -> str:
     return "; ".join(sorted(lines)) or str(app.get("message", "Serve gives no reason"))
 
 
-def _banner(config: DsdeConfig, port: int, dashboard: str) -> str:
+def _command() -> str:
+    """The `dsde` of this environment, as typed here."""
+    command = Path(sys.executable).with_name("dsde")
+    return str(command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command)
+
+
+def _banner(config: DsdeConfig, port: int, grpc_port: int, dashboard: str) -> str:
     host = "127.0.0.1" if config.serving.host in ("0.0.0.0", "::") else config.serving.host
     url = f"http://{host}:{port}"
     name = served_name(config)
@@ -286,12 +299,15 @@ def _banner(config: DsdeConfig, port: int, dashboard: str) -> str:
 dsde serves {name} with policy {config.speculation.policy}
 
   OpenAI API     {url}/v1
+  gRPC           {host}:{grpc_port}
   health         {url}/health
   Ray dashboard  {dashboard}  (asks for the token that `ray get-auth-token` prints)
   Ray address    {ray.get_runtime_context().gcs_address}
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
+
+  {_command()} client --grpc --address {host}:{grpc_port} "What is speculative decoding?"
 
 Ctrl-C stops it.
 """

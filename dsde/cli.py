@@ -47,6 +47,7 @@ _SERVING_OPTIONS = {
     "--gpus-per-replica": _Option("serving.gpus_per_replica", "GPUS", "GPUs of one replica"),
     "--host": _Option("serving.host", "ADDRESS", "address to listen on"),
     "--port": _Option("serving.port", "PORT", "HTTP port"),
+    "--grpc-port": _Option("serving.grpc_port", "PORT", "gRPC port"),
     "--dashboard-port": _Option("serving.dashboard_port", "PORT", "port of the Ray dashboard, on loopback"),
 }
 
@@ -131,8 +132,8 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser(
         "serve",
-        help="serve a pair over HTTP, in the foreground",
-        description="Serve a pair over HTTP until Ctrl-C.",
+        help="serve a pair over HTTP and gRPC, in the foreground",
+        description="Serve a pair over HTTP and gRPC until Ctrl-C.",
         epilog="example: dsde serve --pair embedded --policy static --set speculation.settings.length=3",
     )
     _add_settings(serve, _OPTIONS | _SERVING_OPTIONS)

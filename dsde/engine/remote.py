@@ -24,11 +24,15 @@ from vllm.v1.engine.input_processor import InputProcessor
 from dsde.engine.figures import attach_figures
 from dsde.engine.options import parse
 
-__all__ = ["EngineUnavailable", "Generate", "GenerateCall", "RemoteEngineClient"]
+__all__ = ["EngineUnavailable", "EnginesFull", "Generate", "GenerateCall", "RemoteEngineClient"]
 
 
 class EngineUnavailable(Exception):
     """No engine took the request, or the one that did went away; the caller may send it again."""
+
+
+class EnginesFull(EngineUnavailable):
+    """Every engine's queue is full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 60
 ANSWER_TIMEOUT_S = 180
+_ANY_PORT = [word for flag in ("--port", "--grpc-port", "--dashboard-port") for word in (flag, "0")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,6 +39,7 @@ class Served:
 
     model: str
     url: str
+    address: str
     dashboard: str
     ray_address: str
     pid: int
@@ -50,7 +52,7 @@ def served() -> Iterator[Served]:
         name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "OMP_", "LD_PRELOAD"))
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--port", "0", "--dashboard-port", "0"],
+        [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", *_ANY_PORT],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -65,6 +67,7 @@ def served() -> Iterator[Served]:
         yield Served(
             model="embedded",
             url=_field(text, "OpenAI API"),
+            address=_field(text, "gRPC"),
             dashboard=_field(text, "Ray dashboard"),
             ray_address=_field(text, "Ray address"),
             pid=process.pid,

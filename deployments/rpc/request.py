@@ -1,0 +1,108 @@
+"""A GenerateRequest as the body of an OpenAI request: the same fields under vLLM's names, nothing checked twice."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from typing import Any
+
+from deployments.proto.dsde.v1 import inference_pb2 as pb
+from dsde.engine.refusal import RequestRefused
+
+__all__ = ["field_at_fault", "openai_body"]
+
+_STRUCTURE = {"json_schema": "json", "regex": "regex"}
+_OPTIONS = {"policy": "vllm_xargs.dsde_policy", "max_length": "vllm_xargs.dsde_max_length"}
+# OpenAI's name of a field, as vLLM's errors have it, to the message's.
+_FIELDS = {
+    **{field.name: f"sampling.{field.name}" for field in pb.SamplingParams.DESCRIPTOR.fields},
+    **{name: f"speculation.{field}" for field, name in _OPTIONS.items()},
+    "max_completion_tokens": "sampling.max_tokens",
+    "top_logprobs": "sampling.logprobs",
+    "messages": "chat.messages",
+}
+
+
+def openai_body(request: pb.GenerateRequest, stream: bool) -> dict[str, Any]:
+    """The body of /v1/chat/completions for a chat, else of /v1/completions; absent fields stay absent.
+
+    Raises RequestRefused where the message says something that no body can say.
+    """
+    body: dict[str, Any] = {"stream": stream, **_input(request), **_sampling(request)}
+    for name in ("model", "request_id"):
+        if request.HasField(name):
+            body[name] = getattr(request, name)
+    options = {f"dsde_{field.name}": value for field, value in request.speculation.ListFields()}
+    if options:
+        body["vllm_xargs"] = options
+    return body
+
+
+def _input(request: pb.GenerateRequest) -> dict[str, Any]:
+    match request.WhichOneof("input"):
+        case "prompt":
+            return {"prompt": request.prompt}
+        case "prompt_token_ids":
+            ids = list(request.prompt_token_ids.ids)
+            # vLLM reads an empty list as no prompt and a negative id as four errors.
+            if not ids or min(ids) < 0:
+                raise _bad("prompt_token_ids.ids", ids[:8], "at least one id, each from 0 to the vocabulary's size - 1")
+            return {"prompt": ids}
+        case "chat":
+            messages = [{"role": one.role, "content": one.content} for one in request.chat.messages]
+            if not messages:
+                raise _bad("chat.messages", messages, "at least one message")
+            for number, message in enumerate(messages):
+                if message["role"] not in ("system", "user", "assistant"):
+                    raise _bad(f"chat.messages[{number}].role", message["role"], "system, user or assistant")
+            return {"messages": messages}
+    raise _bad("input", None, "prompt, prompt_token_ids or chat")
+
+
+def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
+    sampling = request.sampling
+    given: dict[str, Any] = {
+        field.name: list(value) if field.is_repeated else value for field, value in sampling.ListFields()
+    }
+    structure = sampling.WhichOneof("structure")
+    if structure is not None:
+        given["structured_outputs"] = {_STRUCTURE[structure]: given.pop(structure)}
+    if request.WhichOneof("input") == "chat":
+        if "max_tokens" in given:
+            given["max_completion_tokens"] = given.pop("max_tokens")
+        if "logprobs" in given:
+            given["top_logprobs"] = given["logprobs"]
+            given["logprobs"] = True
+    return given
+
+
+def field_at_fault(request: pb.GenerateRequest, refused: RequestRefused) -> tuple[str | None, str]:
+    """(field, message): the message's field that `refused` is about, None where it is about none, and its text in
+    the message's own names."""
+    message = refused.message
+    for openai in _OPTIONS.values():
+        message = message.replace(openai, _FIELDS[openai])
+    parameter = refused.parameter or _named_in(message)
+    if parameter is None:
+        return None, message
+    if parameter == "structured_outputs":
+        field = f"sampling.{request.sampling.WhichOneof('structure') or 'structure'}"
+    elif parameter.startswith("prompt"):
+        field = request.WhichOneof("input") or "input"
+    else:
+        name, _, rest = parameter.partition(".")
+        field = _FIELDS.get(parameter) or ".".join(filter(None, [_FIELDS.get(name, name), rest]))
+    return field, message if field in message else f"{field}: {message}"
+
+
+def _named_in(message: str) -> str | None:
+    """The first sampling parameter that a text names; half of vLLM's refusals name it nowhere else."""
+    # A plain word names a field only where the text begins with it.
+    for position, word in enumerate(re.findall(r"[a-z_]+", message)):
+        if word in _FIELDS and (position == 0 or "_" in word):
+            return word
+    return None
+
+
+def _bad(field: str, value: Any, accepted: str) -> RequestRefused:
+    return RequestRefused(HTTPStatus.BAD_REQUEST, f"{field} = {value!r}: accepted: {accepted}", field)
