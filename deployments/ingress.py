@@ -1,4 +1,4 @@
-"""The ingress: vLLM's OpenAI application and the gRPC service, their requests carried to engine replicas over a handle."""
+"""The ingress: vLLM's OpenAI application and the gRPC service, carried to the replicas over a Serve handle."""
 
 from __future__ import annotations
 

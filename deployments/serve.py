@@ -225,9 +225,7 @@ def _end(processes: list[psutil.Process]) -> None:
         _, alive = psutil.wait_procs(alive, timeout=patience_s)
 
 
-def _deploy(
-    config: DsdeConfig, client: ServeSubmissionClient, port: int, grpc_port: int, progress: _Progress
-) -> None:
+def _deploy(config: DsdeConfig, client: ServeSubmissionClient, port: int, grpc_port: int, progress: _Progress) -> None:
     progress.say(
         f"deploying {config.serving.replicas} engine replica(s) of {served_name(config)} and the ingress: "
         "each loads vLLM, then the target and the draft"

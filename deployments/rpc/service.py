@@ -104,9 +104,7 @@ class InferenceService:
             return _Serving()
         return _Serving(status=await self._status())
 
-    async def List(
-        self, request: health_pb2.HealthListRequest, grpc_context: Context
-    ) -> health_pb2.HealthListResponse:
+    async def List(self, request: health_pb2.HealthListRequest, grpc_context: Context) -> health_pb2.HealthListResponse:
         """The status of each service."""
         status = _Serving(status=await self._status())
         return health_pb2.HealthListResponse(statuses=dict.fromkeys(_SERVICES, status))
