@@ -9,9 +9,11 @@ from typing import Any
 from deployments.proto.dsde.v1 import inference_pb2 as pb
 from dsde.engine.refusal import RequestRefused
 
-__all__ = ["field_at_fault", "openai_body"]
+__all__ = ["BadField", "field_at_fault", "openai_body"]
 
 _STRUCTURE = {"json_schema": "json", "regex": "regex"}
+_ABOUT_STRUCTURE = re.compile("grammar|regex|json", re.IGNORECASE)
+_LONGEST_VALUE = 200
 _OPTIONS = {"policy": "vllm_xargs.dsde_policy", "max_length": "vllm_xargs.dsde_max_length"}
 # OpenAI's name of a field, as vLLM's errors have it, to the message's.
 _FIELDS = {
@@ -23,10 +25,17 @@ _FIELDS = {
 }
 
 
+class BadField(RequestRefused):
+    """A 400 about a field of the message itself, named by its own path."""
+
+    def __init__(self, field: str, fault: str, accepted: str) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST, f"{field} {fault}; accepted: {accepted}", field)
+
+
 def openai_body(request: pb.GenerateRequest, stream: bool) -> dict[str, Any]:
     """The body of /v1/chat/completions for a chat, else of /v1/completions; absent fields stay absent.
 
-    Raises RequestRefused where the message says something that no body can say.
+    Raises BadField where the message says something that no body can say.
     """
     body: dict[str, Any] = {"stream": stream, **_input(request), **_sampling(request)}
     for name in ("model", "request_id"):
@@ -46,17 +55,19 @@ def _input(request: pb.GenerateRequest) -> dict[str, Any]:
             ids = list(request.prompt_token_ids.ids)
             # vLLM reads an empty list as no prompt and a negative id as four errors.
             if not ids or min(ids) < 0:
-                raise _bad("prompt_token_ids.ids", ids[:8], "at least one id, each from 0 to the vocabulary's size - 1")
+                fault = "is empty" if not ids else f"holds {min(ids)}"
+                raise BadField("prompt_token_ids.ids", fault, "at least one id, each of the model's vocabulary")
             return {"prompt": ids}
         case "chat":
             messages = [{"role": one.role, "content": one.content} for one in request.chat.messages]
             if not messages:
-                raise _bad("chat.messages", messages, "at least one message")
+                raise BadField("chat.messages", "is empty", "at least one message")
             for number, message in enumerate(messages):
                 if message["role"] not in ("system", "user", "assistant"):
-                    raise _bad(f"chat.messages[{number}].role", message["role"], "system, user or assistant")
+                    field = f"chat.messages[{number}].role"
+                    raise BadField(field, f"= {message['role']!r}", "system, user or assistant")
             return {"messages": messages}
-    raise _bad("input", None, "prompt, prompt_token_ids or chat")
+    raise BadField("input", "is missing", "prompt, prompt_token_ids or chat")
 
 
 def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
@@ -79,30 +90,35 @@ def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
 def field_at_fault(request: pb.GenerateRequest, refused: RequestRefused) -> tuple[str | None, str]:
     """(field, message): the message's field that `refused` is about, None where it is about none, and its text in
     the message's own names."""
-    message = refused.message
+    message, parameter = refused.message, refused.parameter
+    if isinstance(refused, BadField):
+        return parameter, message
+    structure = request.sampling.WhichOneof("structure")
+    if structure and (parameter == "structured_outputs" or (parameter is None and _ABOUT_STRUCTURE.search(message))):
+        value = getattr(request.sampling, structure)
+        shown = value if len(value) <= _LONGEST_VALUE else value[:_LONGEST_VALUE] + "..."
+        return f"sampling.{structure}", f"sampling.{structure} = {shown!r}: {message}"
     for openai in _OPTIONS.values():
         message = message.replace(openai, _FIELDS[openai])
-    parameter = refused.parameter or _named_in(message)
-    if parameter is None:
-        return None, message
-    if parameter == "structured_outputs":
-        field = f"sampling.{request.sampling.WhichOneof('structure') or 'structure'}"
-    elif parameter.startswith("prompt"):
-        field = request.WhichOneof("input") or "input"
-    else:
-        name, _, rest = parameter.partition(".")
-        field = _FIELDS.get(parameter) or ".".join(filter(None, [_FIELDS.get(name, name), rest]))
-    return field, message if field in message else f"{field}: {message}"
+    field = _field(request, parameter or _named_in(message))
+    return field, message if field is None or field in message else f"{field}: {message}"
+
+
+def _field(request: pb.GenerateRequest, parameter: str | None) -> str | None:
+    if parameter is None or parameter in _FIELDS:
+        return _FIELDS.get(parameter or "")
+    if parameter.startswith(("prompt", "input_")):
+        return request.WhichOneof("input")
+    name, dot, rest = parameter.partition(".")
+    return _FIELDS.get(name, name) + dot + rest
 
 
 def _named_in(message: str) -> str | None:
-    """The first sampling parameter that a text names; half of vLLM's refusals name it nowhere else."""
+    """The field that a text is about; half of vLLM's refusals name it nowhere else."""
+    if message.startswith("Token id "):
+        return "prompt"
     # A plain word names a field only where the text begins with it.
     for position, word in enumerate(re.findall(r"[a-z_]+", message)):
         if word in _FIELDS and (position == 0 or "_" in word):
             return word
     return None
-
-
-def _bad(field: str, value: Any, accepted: str) -> RequestRefused:
-    return RequestRefused(HTTPStatus.BAD_REQUEST, f"{field} = {value!r}: accepted: {accepted}", field)

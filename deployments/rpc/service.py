@@ -54,13 +54,13 @@ class InferenceService:
 
     async def GetModel(self, request: pb.GetModelRequest, grpc_context: Context) -> pb.GetModelResponse:
         """What is served."""
-        from dsde.engine.options import choosable_policies
-
         try:
             self._generation.authorize(_headers(grpc_context))
         except RequestRefused as refused:
             set_status(grpc_context, refused.status, refused.message)
             return pb.GetModelResponse()
+        from dsde.engine.options import choosable_policies
+
         return pb.GetModelResponse(
             name=self._generation.model_name,
             max_model_len=self._generation.max_model_len,
@@ -87,7 +87,7 @@ class InferenceService:
         except RequestRefused as refused:
             if refused.status == 500:
                 logger.error("gRPC request %s failed", request.request_id or "without id", exc_info=refused.__cause__)
-            field, text = field_at_fault(request, refused) if refused.status < 500 else (None, refused.message)
+            field, text = field_at_fault(request, refused) if refused.status in (400, 422) else (None, refused.message)
             set_status(context, refused.status, text, field)
             yield pb.GenerateResponse()
         except Exception:

@@ -45,7 +45,7 @@ def run(ask: Ask, question: Question, where: str, api_key: str | None, stream: b
 
 
 async def _show(ask: Ask, question: Question, where: str, api_key: str | None, stream: bool, as_json: bool) -> None:
-    text = ""
+    texts: list[str] = []
     answer: Answer | None = None
     start = time.monotonic()
     first: float | None = None
@@ -56,7 +56,7 @@ async def _show(ask: Ask, question: Question, where: str, api_key: str | None, s
                 continue
             if part and first is None:
                 first = time.monotonic()
-            text += part
+            texts.append(part)
             if not as_json:
                 print(part, end="", flush=True)
     end = time.monotonic()
@@ -68,7 +68,7 @@ async def _show(ask: Ask, question: Question, where: str, api_key: str | None, s
         tokens_per_second=answer.completion_tokens / (end - start),
     )
     if as_json:
-        print(json.dumps({"text": text, **asdict(answer), "timing": asdict(timing)}))
+        print(json.dumps({"text": "".join(texts), **asdict(answer), "timing": asdict(timing)}))
         return
     print(flush=True)
     Console(stderr=not sys.stdout.isatty()).print(_table(answer, timing))
