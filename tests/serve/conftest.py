@@ -11,11 +11,15 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import openai
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
 
 # The application's Ray asks for a token, and Ray reads this when it is imported.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -82,6 +86,16 @@ def served() -> Iterator[Served]:
     assert status == 0, output.text
     left = [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert left == []
+
+
+@pytest.fixture(scope="module")
+def engines(served: Served) -> Iterator[DeploymentHandle]:
+    import ray
+    from ray import serve
+
+    ray.init(address=served.ray_address, log_to_driver=False, logging_level="ERROR")
+    yield serve.get_deployment_handle("EngineReplica", "dsde")
+    ray.shutdown()
 
 
 @pytest.fixture
