@@ -185,11 +185,9 @@ def test_a_bad_field_is_named(
 ) -> None:
     whole = wanted if not wanted or wanted.keys() & {"prompt", "prompt_token_ids"} else {"prompt": COUNT, **wanted}
     request = pb.GenerateRequest(**whole)
+    call = inference.GenerateStream if stream else inference.Generate
     with pytest.raises(grpc.RpcError) as refused:
-        if stream:
-            list(inference.GenerateStream(request, timeout=ANSWER_TIMEOUT_S))
-        else:
-            inference.Generate(request, timeout=ANSWER_TIMEOUT_S)
+        list(call(request, timeout=ANSWER_TIMEOUT_S))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in refused.value.details()
     assert told in refused.value.details()
