@@ -14,6 +14,7 @@ __all__ = ["BadField", "field_at_fault", "openai_body"]
 _STRUCTURE = {"json_schema": "json", "regex": "regex"}
 _ABOUT_STRUCTURE = re.compile("grammar|regex|json", re.IGNORECASE)
 _LONGEST_VALUE = 200
+_LONGEST_ID = 128
 _OPTIONS = {"policy": "vllm_xargs.dsde_policy", "max_length": "vllm_xargs.dsde_max_length"}
 # OpenAI's name of a field, as vLLM's errors have it, to the message's.
 _FIELDS = {
@@ -37,6 +38,9 @@ def openai_body(request: pb.GenerateRequest, stream: bool) -> dict[str, Any]:
 
     Raises BadField where the message says something that no body can say.
     """
+    # Every message of a stream repeats it.
+    if len(request.request_id) > _LONGEST_ID:
+        raise BadField("request_id", f"has {len(request.request_id)} characters", f"at most {_LONGEST_ID}")
     body: dict[str, Any] = {"stream": stream, **_input(request), **_sampling(request)}
     for name in ("model", "request_id"):
         if request.HasField(name):

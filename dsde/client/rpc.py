@@ -23,10 +23,14 @@ async def ask_grpc(
     here = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
     try:
+        request = _request(question)
+    except ValueError as error:
+        raise ClientError(f"--max-tokens {question.max_tokens}: {error}") from None
+    try:
         async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", int(not here)),)) as channel:
             stub = pb_grpc.InferenceStub(channel)
             method = stub.GenerateStream if stream else stub.Generate
-            call = method(_request(question), metadata=metadata)
+            call = method(request, metadata=metadata)
             try:
                 async for message in call if stream else _one(call):
                     yield message.text
@@ -39,8 +43,6 @@ async def ask_grpc(
         if error.code() is grpc.StatusCode.UNAVAILABLE and ("connect" in details or "resolving" in details):
             raise ClientError(f"nothing answers at {address} over gRPC; start a server with `make run`") from None
         raise ClientError(f"{address} answers {error.code().name}: {details}") from None
-    except ValueError as error:
-        raise ClientError(f"--address {address}: {error}; accepted: HOST:PORT") from None
 
 
 async def _one(call: Any) -> AsyncIterable[pb.GenerateResponse]:

@@ -108,6 +108,11 @@ async def test_closing_cancels_the_call() -> None:
         await asyncio.wait_for(servicer.cancelled.wait(), 10)
 
 
+async def test_a_number_too_large_for_the_message_is_told() -> None:
+    with pytest.raises(ClientError, match=r"--max-tokens 4294967296: Value out of range"):
+        [part async for part in ask_grpc(Question("?", max_tokens=2**32), "127.0.0.1:1", None, stream=True)]
+
+
 async def test_nobody_there_says_how_to_start() -> None:
     with pytest.raises(ClientError, match=r"nothing answers at 127.0.0.1:1 over gRPC; start a server with `make run`"):
         [part async for part in ask_grpc(QUESTION, "127.0.0.1:1", None, stream=True)]

@@ -85,6 +85,7 @@ def test_a_chat_has_the_chat_api_s_names() -> None:
     ("request_", "field", "accepted"),
     [
         (pb.GenerateRequest(), "input", "prompt, prompt_token_ids or chat"),
+        (pb.GenerateRequest(prompt="Once", request_id="x" * 129), "request_id", "at most 128"),
         (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "at least one"),
         (pb.GenerateRequest(prompt_token_ids=pb.TokenIds()), "prompt_token_ids.ids", "at least one"),
         (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5, -1])), "prompt_token_ids.ids", "holds -1"),
