@@ -240,6 +240,20 @@ def test_a_deadline_stops_the_engine_within_a_second(
     assert seconds_until(lambda: unfinished(engines) == 0, 60) < 1.0
 
 
+def test_a_full_queue_is_resource_exhausted(inference: pb_grpc.InferenceStub, engines: DeploymentHandle) -> None:
+    # The replicas take 64 each, 256 wait for them.
+    calls = [inference.Generate.future(ENDLESS, timeout=ANSWER_TIMEOUT_S) for _ in range(2 * 64 + 256 + 1)]
+    try:
+        seconds_until(lambda: any(call.done() for call in calls), 60)
+        refused = [call.exception() for call in calls if call.done()]
+    finally:
+        for call in calls:
+            call.cancel()
+    assert {one.code() for one in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert {one.details() for one in refused} == {"every engine replica is full; send the request again later"}
+    seconds_until(lambda: unfinished(engines) == 0, 60)
+
+
 def test_health_is_the_standard_one(channel: grpc.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     serving = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
@@ -280,11 +294,11 @@ def dsde_client(served: Served, way: str, *arguments: str) -> subprocess.Popen[s
 
 @pytest.mark.parametrize("way", ["http", "grpc"])
 def test_the_client_shows_answer_and_figures(served: Served, inference: pb_grpc.InferenceStub, way: str) -> None:
-    expected = generate(inference, chat=QUESTION, sampling=greedy()).text
-    wanted = ("--max-tokens", "16", "--temperature", "0", "--policy", "static")
+    expected = generate(inference, chat=QUESTION, sampling=greedy(max_tokens=4)).text
+    wanted = ("--max-tokens", "4", "--temperature", "0", "--policy", "static")
     text, figures = dsde_client(served, way, *wanted).communicate(timeout=ANSWER_TIMEOUT_S)
-    assert text[:8] == expected[:8]
-    assert "16 out (length)" in figures
+    assert text == f"{expected}\n"
+    assert "4 out (length)" in figures
     assert "static, " in figures
     answer = json.loads(dsde_client(served, way, *wanted, "--json", "--no-stream").communicate(timeout=60)[0])
     assert answer["text"] + "\n" == text
