@@ -31,13 +31,10 @@ async def ask_grpc(
             stub = pb_grpc.InferenceStub(channel)
             method = stub.GenerateStream if stream else stub.Generate
             call = method(request, metadata=metadata)
-            try:
-                async for message in call if stream else _one(call):
-                    yield message.text
-                    if message.HasField("usage"):
-                        yield _answer(message)
-            finally:
-                call.cancel()
+            async for message in call if stream else _one(call):
+                yield message.text
+                if message.HasField("usage"):
+                    yield _answer(message)
     except grpc.aio.AioRpcError as error:
         details = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE and ("connect" in details or "resolving" in details):

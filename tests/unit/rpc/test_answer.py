@@ -47,6 +47,7 @@ def test_logprobs_give_the_chosen_token_and_the_likeliest_best_first() -> None:
         3: logprob(-1.5, 2, " b"),
         5: logprob(-0.5, 1, " a"),
         8: logprob(-2.0, 3, " c"),
+        7: logprob(-9.0, None, " d"),
     }
     message = Answer("id", "model", 1, 2).message(output("x", [9], logprobs=[place]))
     assert message is not None

@@ -48,7 +48,6 @@ class Generation:
 
     def __init__(self, error: Exception | None = None, refuses: Exception | None = None) -> None:
         self.closed = False
-        self.health = True
         self._error = error
         self._refuses = refuses
 
@@ -57,7 +56,7 @@ class Generation:
             raise RequestRefused(401, "authorization: accepted is 'Bearer ' and the API key")
 
     async def healthy(self) -> bool:
-        return self.health
+        return True
 
     async def start(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> SimpleNamespace:
         if self._refuses is not None:
@@ -199,11 +198,17 @@ async def test_health_knows_its_services() -> None:
 async def test_watching_says_each_change_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_WATCH_PERIOD_S", 0.0)
     generation = Generation()
+    seen = iter([True, True, False, False, True])
+
+    async def healthy() -> bool:
+        return next(seen)
+
+    generation.healthy = healthy  # type: ignore[method-assign]
     said = serving(generation).Watch(health_pb2.HealthCheckRequest(), Context())
-    serving_, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    assert (await anext(said)).status == serving_
-    generation.health = False
-    assert (await anext(said)).status == not_serving
-    generation.health = True
-    assert (await anext(said)).status == serving_
+    statuses = [(await anext(said)).status for _ in range(3)]
     await said.aclose()
+    assert [health_pb2.HealthCheckResponse.ServingStatus.Name(one) for one in statuses] == [
+        "SERVING",
+        "NOT_SERVING",
+        "SERVING",
+    ]
