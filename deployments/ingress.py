@@ -69,8 +69,11 @@ class OpenAIIngress(InferenceService):
             finished = True
             raise error.cause from None
         except (RayActorError, DeploymentUnavailableError) as error:
+            finished = True
             raise EngineUnavailable("the engine replica of this request went away; send it again") from error
         except BackPressureError as error:
+            # Cancelling what was never assigned would raise this error once more.
+            finished = True
             raise EnginesFull("every engine replica is full; send the request again later") from error
         finally:
             # Neither a dropped generator nor a cancelled task stops the replica's side; this does.
