@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMNotFoundError, VLLMValidationError
 
 from dsde.engine.generation import TextGeneration, refusal
@@ -59,6 +63,23 @@ def test_a_malformed_field_is_told_in_one_line() -> None:
     assert told.parameter == "seed"
     assert told.message.startswith(f"seed = {2**70}: Input should be less than or equal to")
     assert "\n" not in told.message
+
+
+def test_vllm_has_what_stands_between_a_body_and_the_engine() -> None:
+    for serving, render in (
+        (OpenAIServingChat, "render_chat_request"),
+        (OpenAIServingCompletion, "render_completion_request"),
+    ):
+        source = inspect.getsource(serving)
+        wanted = (f"def {render}(", "self.default_sampling_params = ", "self.override_max_tokens = ")
+        assert [one for one in wanted if one not in source] == []
+    assert list(inspect.signature(get_max_tokens).parameters)[:5] == [
+        "max_model_len",
+        "max_tokens",
+        "input_length",
+        "default_sampling_params",
+        "override_max_tokens",
+    ]
 
 
 def generation(**arguments: Any) -> TextGeneration:
