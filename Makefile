@@ -7,6 +7,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 LOCKS := locks/$(DEVICE).lock.txt locks/dev.lock.txt
+PROTO := deployments/proto/dsde/v1/inference.proto
 STAMP := $(VENV)/.installed-$(DEVICE)
 # vLLM's CPU kernels are several times slower on the system's OpenMP.
 OPENMP = $(if $(filter cpu,$(DEVICE)),LD_PRELOAD=$(wildcard $(abspath $(VENV))/lib/libiomp5.so))
@@ -19,7 +20,7 @@ $(error DEVICE=$(DEVICE) is not known; accepted: cpu, gpu)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test unit lint format clean
+.PHONY: help setup run test unit lint format proto clean
 
 help: ## say what there is
 	@echo "make TARGET [DEVICE=cpu|gpu] [ARGS='further arguments']"
@@ -45,6 +46,9 @@ lint: $(STAMP) ## check format, lint and types
 
 format: $(STAMP) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+proto: $(STAMP) ## generate the gRPC code from its .proto
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
 
 clean: ## remove the virtual environment and caches; prepared models stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

@@ -1,4 +1,4 @@
-"""The HTTP ingress: vLLM's OpenAI application, its requests carried to engine replicas over a Serve handle."""
+"""The ingress: vLLM's OpenAI application and the gRPC service, carried to the replicas over a Serve handle."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.util import metrics as ray_metrics
 
+from deployments.rpc.service import InferenceService
 from dsde.config import DsdeConfig
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ _HEALTH_TIMEOUT_S = 5.0
     graceful_shutdown_timeout_s=5,
 )
 @serve.ingress()
-class OpenAIIngress:
-    """Serves the OpenAI API of `config` over `engines`, a handle to EngineReplica."""
+class OpenAIIngress(InferenceService):
+    """Serves the OpenAI API and the gRPC service of `config` over `engines`, a handle to EngineReplica."""
 
     def __init__(self, config: DsdeConfig, engines: DeploymentHandle) -> None:
         self._config = config
@@ -41,6 +42,7 @@ class OpenAIIngress:
         self._streams = engines.options(stream=True)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
+        from dsde.engine.generation import TextGeneration
         from dsde.engine.openai_app import build_openai_app
         from dsde.engine.plugin import served_name
         from dsde.engine.remote import RemoteEngineClient
@@ -57,10 +59,12 @@ class OpenAIIngress:
             max_length=self._config.speculation.max_length,
             record_content=self._config.telemetry.record_content,
         )
-        return await build_openai_app(client, served_name(self._config), self._config.serving.tool_call_parser)
+        app = await build_openai_app(client, served_name(self._config), self._config.serving.tool_call_parser)
+        self.offer(TextGeneration(client, app.state), self._config.speculation.max_length)
+        return app
 
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
-        from dsde.engine.remote import EngineUnavailable
+        from dsde.engine.remote import EnginesFull, EngineUnavailable
 
         response = None
         finished = False
@@ -73,9 +77,12 @@ class OpenAIIngress:
             finished = True
             raise error.cause from None
         except (RayActorError, DeploymentUnavailableError) as error:
+            finished = True
             raise EngineUnavailable("the engine replica of this request went away; send it again") from error
         except BackPressureError as error:
-            raise EngineUnavailable("every engine replica is full; send the request again later") from error
+            # Cancelling what was never assigned would raise this error once more.
+            finished = True
+            raise EnginesFull("every engine replica is full; send the request again later") from error
         finally:
             # Neither a dropped generator nor a cancelled task stops the replica's side; this does.
             if response is not None and not finished:

@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +24,7 @@ import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from deployments.app import configuration, policy_config
+from deployments.rpc.proxy import grpc_options, proxy_environment
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
 from dsde.engine.plugin import served_name
@@ -47,6 +50,16 @@ class _Stopped(BaseException):
     """SIGINT or SIGTERM."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """Where the application listens."""
+
+    http: int
+    grpc: int
+    dashboard: int
+    metrics: int
+
+
 class _Progress:
     """Lines with the seconds since the start."""
 
@@ -65,19 +78,16 @@ def run(config: DsdeConfig) -> int:
     progress = _Progress()
     try:
         with _stop_signals():
-            port = _free_port("serving.port", config.serving.host, config.serving.port)
-            dashboard_port = _free_port("serving.dashboard_port", "127.0.0.1", config.serving.dashboard_port)
-            metrics_port = _free_port("telemetry.metrics_port", "127.0.0.1", config.telemetry.metrics_port)
+            ports = _free_ports(config)
             _check_telemetry(config)
             _check_cores(config)
             # Twice, because Ray takes the signals over when it starts.
-            with _local_ray(config, dashboard_port, metrics_port, progress), _stop_signals():
+            with _local_ray(config, ports, progress), _stop_signals():
                 _check_gpus(config)
-                dashboard = f"http://127.0.0.1:{dashboard_port}"
-                client = _serve_client(dashboard)
-                _deploy(config, client, port, progress)
+                client = _serve_client(f"http://127.0.0.1:{ports.dashboard}")
+                _deploy(config, client, ports, progress)
                 _await_ready(client, progress)
-                print(_banner(config, port, dashboard, metrics_port), flush=True)
+                print(_banner(config, ports), flush=True)
                 while True:
                     signal.pause()
     except _Stopped:
@@ -104,7 +114,7 @@ def switch_policy(policy: str, settings: dict[str, Any], dashboard: str = "http:
         build_policy(policy, settings, configuration(app["args"]).speculation.max_length)
         others = [one for one in app.get("deployments", []) if one["name"] != _ENGINES]
         app["deployments"] = [*others, {"name": _ENGINES, "user_config": policy_config(policy, settings)}]
-    instance = {key: running[key] for key in ("proxy_location", "http_options")}
+    instance = {key: running[key] for key in ("proxy_location", "http_options", "grpc_options")}
     client.deploy_applications({**instance, "applications": deployed})
 
 
@@ -129,6 +139,16 @@ def _stop_signals() -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is stop:
                 signal.signal(number, handler)
+
+
+def _free_ports(config: DsdeConfig) -> _Ports:
+    serving, loopback = config.serving, "127.0.0.1"
+    return _Ports(
+        http=_free_port("serving.port", serving.host, serving.port),
+        grpc=_free_port("serving.grpc_port", serving.host, serving.grpc_port),
+        dashboard=_free_port("serving.dashboard_port", loopback, serving.dashboard_port),
+        metrics=_free_port("telemetry.metrics_port", loopback, config.telemetry.metrics_port),
+    )
 
 
 def _free_port(setting: str, host: str, port: int) -> int:
@@ -176,14 +196,14 @@ def _check_gpus(config: DsdeConfig) -> None:
 
 
 @contextmanager
-def _local_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int, progress: _Progress) -> Iterator[None]:
+def _local_ray(config: DsdeConfig, ports: _Ports, progress: _Progress) -> Iterator[None]:
     """A Ray of our own for the time of the block; afterwards none of its processes is left."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     progress.say("starting Ray")
     try:
         for attempt in range(1, _RAY_ATTEMPTS + 1):
             try:
-                _start_ray(config, dashboard_port, metrics_port)
+                _start_ray(config, ports)
                 break
             except Exception as error:
                 # Ray gives its node half a minute, which a busy machine may not keep.
@@ -197,11 +217,11 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int, progr
         _stop_ray()
 
 
-def _start_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int) -> None:
+def _start_ray(config: DsdeConfig, ports: _Ports) -> None:
     # A replica that is killed takes its engine's process, and the memory that holds, with it.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     # Serve's proxy runs in no runtime environment of an application.
-    os.environ.update(serve_environment(config.telemetry))
+    os.environ.update(proxy_environment(config.serving) | serve_environment(config.telemetry))
     ray.init(
         address="local",
         num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),
@@ -210,8 +230,8 @@ def _start_ray(config: DsdeConfig, dashboard_port: int, metrics_port: int) -> No
         dashboard_host="127.0.0.1",
         # Ray's own ports stay on loopback too.
         _node_ip_address="127.0.0.1",
-        dashboard_port=dashboard_port,
-        _metrics_export_port=metrics_port,
+        dashboard_port=ports.dashboard,
+        _metrics_export_port=ports.metrics,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
@@ -234,14 +254,15 @@ def _end(processes: list[psutil.Process]) -> None:
         _, alive = psutil.wait_procs(alive, timeout=patience_s)
 
 
-def _deploy(config: DsdeConfig, client: ServeSubmissionClient, port: int, progress: _Progress) -> None:
+def _deploy(config: DsdeConfig, client: ServeSubmissionClient, ports: _Ports, progress: _Progress) -> None:
     progress.say(
         f"deploying {config.serving.replicas} engine replica(s) of {served_name(config)} and the ingress: "
         "each loads vLLM, then the target and the draft"
     )
     body = {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": config.serving.host, "port": port},
+        "http_options": {"host": config.serving.host, "port": ports.http},
+        "grpc_options": grpc_options(ports.grpc),
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         "applications": [
             {
@@ -291,21 +312,30 @@ def _cause(app: dict[str, Any]) -> str:
     return "; ".join(sorted(lines)) or str(app.get("message", "Serve gives no reason"))
 
 
-def _banner(config: DsdeConfig, port: int, dashboard: str, metrics_port: int) -> str:
+def _command() -> str:
+    """The `dsde` of this environment, as typed here."""
+    command = Path(sys.executable).with_name("dsde")
+    return str(command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command)
+
+
+def _banner(config: DsdeConfig, ports: _Ports) -> str:
     host = "127.0.0.1" if config.serving.host in ("0.0.0.0", "::") else config.serving.host
-    url = f"http://{host}:{port}"
+    url = f"http://{host}:{ports.http}"
     name = served_name(config)
     return f"""
 dsde serves {name} with policy {config.speculation.policy}
 
   OpenAI API     {url}/v1
+  gRPC           {host}:{ports.grpc}
   health         {url}/health
-  Ray dashboard  {dashboard}  (asks for the token that `ray get-auth-token` prints)
-  Prometheus     http://127.0.0.1:{metrics_port}/metrics
+  Ray dashboard  http://127.0.0.1:{ports.dashboard}  (asks for the token that `ray get-auth-token` prints)
+  Prometheus     http://127.0.0.1:{ports.metrics}/metrics
   Ray address    {ray.get_runtime_context().gcs_address}
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
+
+  {_command()} client --grpc --address {host}:{ports.grpc} "What is speculative decoding?"
 
 Ctrl-C stops it.
 """

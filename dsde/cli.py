@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ _SERVING_OPTIONS = {
     "--gpus-per-replica": _Option("serving.gpus_per_replica", "GPUS", "GPUs of one replica"),
     "--host": _Option("serving.host", "ADDRESS", "address to listen on"),
     "--port": _Option("serving.port", "PORT", "HTTP port"),
+    "--grpc-port": _Option("serving.grpc_port", "PORT", "gRPC port"),
     "--dashboard-port": _Option("serving.dashboard_port", "PORT", "port of the Ray dashboard, on loopback"),
 }
 
@@ -112,6 +114,19 @@ examples:
 --json writes {"cells": [{"trace", "cost", "batch", "temperature", "workload", "policy", ...}], "signals": [...],
 "replay": {...}}.
 """
+_CLIENT = """\
+Ask a running server one question and watch the answer come, with the figures of its speculation below it.
+
+The question goes as a chat to http://127.0.0.1:8000 or, with --grpc, to 127.0.0.1:9000. Ctrl-C cancels it. Where stdout
+is no terminal, the figures go to stderr.
+"""
+_CLIENT_EXAMPLES = """\
+examples:
+  dsde client "Name three rivers."
+  dsde client --grpc "Name three rivers." --max-tokens 40 --temperature 0
+  dsde client "Name three rivers." --system "You are brief." --policy static
+  dsde client "Name three rivers." --json | jq .speculation.dsde
+"""
 
 
 _TOP_EXAMPLES = """\
@@ -154,8 +169,8 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser(
         "serve",
-        help="serve a pair over HTTP, in the foreground",
-        description="Serve a pair over HTTP until Ctrl-C.",
+        help="serve a pair over HTTP and gRPC, in the foreground",
+        description="Serve a pair over HTTP and gRPC until Ctrl-C.",
         epilog="example: dsde serve --pair embedded --policy static --set speculation.settings.length=3",
     )
     _add_settings(serve, _OPTIONS | _SERVING_OPTIONS)
@@ -184,6 +199,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(engine_args, _OPTIONS)
     engine_args.add_argument("--cli", action="store_true", help="print the `vllm serve` command instead")
     engine_args.set_defaults(command=_engine_args)
+
+    client = commands.add_parser(
+        "client",
+        help="ask a running server, over HTTP or gRPC",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_CLIENT,
+        epilog=_CLIENT_EXAMPLES,
+    )
+    _add_client(client)
+    client.set_defaults(command=_client)
 
     bench = commands.add_parser(
         "bench",
@@ -228,6 +253,25 @@ def _parser() -> argparse.ArgumentParser:
     listing = actions.add_parser("list", help="list the pairs and whether they are prepared")
     listing.set_defaults(command=_list)
     return parser
+
+
+def _add_client(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="the question")
+    what = parser.add_argument_group("what is asked", "what is not given is the server's choice")
+    what.add_argument("--system", metavar="TEXT", help="system message before it")
+    what.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    what.add_argument("--temperature", type=float, metavar="T", help="0 = greedy")
+    what.add_argument("--policy", metavar="NAME", help="speculation policy of this request")
+    where = parser.add_argument_group("where")
+    where.add_argument("--grpc", action="store_true", help="ask over gRPC instead of HTTP")
+    where.add_argument("--url", metavar="URL", help="HTTP server (http://127.0.0.1:8000)")
+    where.add_argument("--address", metavar="HOST:PORT", help="gRPC server (127.0.0.1:9000)")
+    where.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (VLLM_API_KEY)")
+    how = parser.add_argument_group("how it is shown")
+    how.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction, default=True, help="show tokens as they come (default)"
+    )
+    how.add_argument("--json", action="store_true", help="print answer and figures as one JSON object")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -387,6 +431,27 @@ def _engine_args(options: argparse.Namespace) -> int:
         text = serve_command(config) if options.cli else json.dumps(engine_arguments(config))
     print(text)
     return 0
+
+
+def _client(options: argparse.Namespace) -> int:
+    unused, way = ("url", "HTTP") if options.grpc else ("address", "gRPC, which --grpc chooses")
+    if getattr(options, unused) is not None:
+        raise ValueError(f"--{unused} {getattr(options, unused)}: that is the server's place for {way}")
+    from dsde.client.exchange import Ask, Question
+    from dsde.client.session import run
+
+    ask: Ask
+    if options.grpc:
+        from dsde.client.rpc import ask_grpc as ask
+
+        where = options.address or "127.0.0.1:9000"
+    else:
+        from dsde.client.http import ask_http as ask
+
+        where = options.url or "http://127.0.0.1:8000"
+    question = Question(options.prompt, options.system, options.max_tokens, options.temperature, options.policy)
+    api_key = options.api_key or os.environ.get("VLLM_API_KEY")
+    return run(ask, question, where, api_key, options.stream, options.json)
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -112,6 +112,8 @@ class ServingConfig(_Section):
     max_queued_requests: int = Field(256, ge=0, description="requests that may queue for the replicas; more get a 503")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    grpc_port: int = Field(9000, ge=0, le=65535, description="gRPC port, on the same host")
+    grpc_max_message_mib: int = Field(4, ge=1, le=1024, description="largest gRPC message, either way, in MiB")
     dashboard_port: int = Field(8265, ge=0, le=65535, description="Ray dashboard, on loopback only")
 
 

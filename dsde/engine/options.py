@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from dsde.control.policies import build_policy, policy_names
 from dsde.routing.request import HINT, MAX_HINT
 
-__all__ = ["RequestOptions", "parse"]
+__all__ = ["RequestOptions", "choosable_policies", "parse"]
 
 _PREFIX = "dsde_"
 _POLICY = "dsde_policy"
@@ -45,7 +45,7 @@ def parse(extra_args: Mapping[str, Any] | None, max_length: int) -> RequestOptio
         if key not in (_POLICY, _MAX_LENGTH, HINT):
             raise _refusal(key, given[key], f"there is no such option; accepted: {_POLICY}, {_MAX_LENGTH}, {HINT}")
     policy = given.get(_POLICY)
-    if policy is not None and policy not in (accepted := _choosable(max_length)):
+    if policy is not None and policy not in (accepted := choosable_policies(max_length)):
         raise _refusal(_POLICY, policy, f"accepted: {', '.join(accepted)}")
     hint = given.get(HINT)
     if hint is not None and (not isinstance(hint, str) or not 1 <= len(hint) <= MAX_HINT):
@@ -58,7 +58,7 @@ def parse(extra_args: Mapping[str, Any] | None, max_length: int) -> RequestOptio
 
 
 @cache
-def _choosable(max_length: int) -> tuple[str, ...]:
+def choosable_policies(max_length: int) -> tuple[str, ...]:
     """The policies that can do without settings: a request names a policy, not its settings."""
     names = []
     for name in policy_names():

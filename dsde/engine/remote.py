@@ -26,11 +26,15 @@ from dsde.engine.options import parse
 from dsde.engine.transport import EVENTS_KEY, FIGURES_KEY
 from dsde.telemetry.tracing import RequestSpan
 
-__all__ = ["EngineUnavailable", "Generate", "GenerateCall", "RemoteEngineClient", "trace_output"]
+__all__ = ["EngineUnavailable", "EnginesFull", "Generate", "GenerateCall", "RemoteEngineClient", "trace_output"]
 
 
 class EngineUnavailable(Exception):
     """No engine took the request, or the one that did went away; the caller may send it again."""
+
+
+class EnginesFull(EngineUnavailable):
+    """Every engine's queue is full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import openai
@@ -19,12 +20,16 @@ import pytest
 
 from tests.collector import Collector, collector
 
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
 # The application's Ray asks for a token, and Ray reads this when it is imported.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 60
 ANSWER_TIMEOUT_S = 180
+_ANY_PORT = [word for flag in ("--port", "--grpc-port", "--dashboard-port") for word in (flag, "0")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,6 +45,7 @@ class Served:
 
     model: str
     url: str
+    address: str
     dashboard: str
     metrics: str
     ray_address: str
@@ -66,7 +72,7 @@ def served(received: Collector) -> Iterator[Served]:
         "RAY_metrics_report_interval_ms": "2000",
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--port", "0", "--dashboard-port", "0"],
+        [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", *_ANY_PORT],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,6 +87,7 @@ def served(received: Collector) -> Iterator[Served]:
         yield Served(
             model="embedded",
             url=_field(text, "OpenAI API"),
+            address=_field(text, "gRPC"),
             dashboard=_field(text, "Ray dashboard"),
             metrics=_field(text, "Prometheus"),
             ray_address=_field(text, "Ray address"),
@@ -96,6 +103,16 @@ def served(received: Collector) -> Iterator[Served]:
     assert status == 0, output.text
     left = [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert left == []
+
+
+@pytest.fixture(scope="module")
+def engines(served: Served) -> Iterator[DeploymentHandle]:
+    import ray
+    from ray import serve
+
+    ray.init(address=served.ray_address, log_to_driver=False, logging_level="ERROR")
+    yield serve.get_deployment_handle("EngineReplica", "dsde")
+    ray.shutdown()
 
 
 @pytest.fixture

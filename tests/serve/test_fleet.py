@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-import ray
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.serve import switch_policy
 from tests.serve.conftest import Served
 from tests.serve.figures import check_figures
+from tests.serve.fleet import loads, seconds_until, unfinished
 
 STORY = [{"role": "user", "content": "Write a long story about the sea."}]
 MIXED = [
@@ -26,28 +23,6 @@ MIXED = [
     "Write a short poem about rain.",
     "Explain what a queue is to a child, with an example from everyday life. " * 8,
 ]
-
-
-@pytest.fixture(scope="module")
-def engines(served: Served) -> Iterator[DeploymentHandle]:
-    ray.init(address=served.ray_address, log_to_driver=False, logging_level="ERROR")
-    yield serve.get_deployment_handle("EngineReplica", "dsde")
-    ray.shutdown()
-
-
-def loads(engines: DeploymentHandle) -> list[dict[str, int]]:
-    return list(engines.broadcast("load").results(timeout_s=30))
-
-
-def unfinished(engines: DeploymentHandle) -> int:
-    return sum(load["unfinished"] for load in loads(engines))
-
-
-def seconds_until(condition: Callable[[], bool], timeout_s: float) -> float:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout_s, f"not within {timeout_s} s"
-    return time.monotonic() - start
 
 
 def chat(web: httpx.Client, served: Served, **wanted: Any) -> dict[str, Any]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+import grpc
 import httpx
 import psutil
+import pytest
 
+from deployments.proto.dsde.v1 import inference_pb2 as pb
+from deployments.proto.dsde.v1 import inference_pb2_grpc as pb_grpc
 from tests.serve.conftest import Served
 
 REPLACED_TIMEOUT_S = 240
@@ -15,11 +19,16 @@ REPLACED_TIMEOUT_S = 240
 
 def engine_cores(served: Served) -> list[psutil.Process]:
     """The engines' own processes of this application."""
+    return processes(served, "EngineCore")
+
+
+def processes(served: Served, name: str) -> list[psutil.Process]:
+    """The application's processes whose command line has `name`."""
     found = []
     for one in psutil.Process(served.pid).children(recursive=True):
         # A process may end, or wait as a zombie, while it is asked.
         with suppress(psutil.Error):
-            if "EngineCore" in "".join(one.cmdline()):
+            if name in "".join(one.cmdline()):
                 found.append(one)
     return found
 
@@ -53,3 +62,19 @@ def test_a_killed_replica_takes_its_engine_along_and_is_replaced(web: httpx.Clie
         codes.append(web.post("/v1/chat/completions", json=body).status_code)
     assert set(codes) <= {200, 503}
     assert survivor.is_running()
+
+
+def test_a_killed_ingress_ends_its_calls_as_unavailable(served: Served) -> None:
+    request = pb.GenerateRequest(prompt="One, two,", sampling=pb.SamplingParams(max_tokens=1500, ignore_eos=True))
+    with grpc.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel:
+        inference = pb_grpc.InferenceStub(channel)
+        stream = inference.GenerateStream(request, timeout=REPLACED_TIMEOUT_S)
+        next(stream)
+        (ingress,) = processes(served, "OpenAIIngress")
+        ingress.kill()
+        with pytest.raises(grpc.RpcError) as ended:
+            list(stream)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert ended.value.details() == "the ingress of this request went away; send it again"
+        # A call that comes meanwhile waits for the next ingress.
+        assert inference.GetModel(pb.GetModelRequest(), timeout=REPLACED_TIMEOUT_S).name == served.model

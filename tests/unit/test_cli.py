@@ -42,7 +42,7 @@ def test_help_needs_nothing_heavy() -> None:
     assert "engine-args" in answer.stdout
 
 
-@pytest.mark.parametrize("command", [["serve"], ["engine-args"], ["replay"], ["models", "prepare"]])
+@pytest.mark.parametrize("command", [["serve"], ["client"], ["engine-args"], ["replay"], ["models", "prepare"]])
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
@@ -91,6 +91,14 @@ def test_serve_passes_its_options_on(any_models: None, monkeypatch: pytest.Monke
             "integer",
         ),
         (["serve", "--target", "a/b"], "dsde: model.draft is missing: model.target and model.draft go together"),
+        (
+            ["client", "hello", "--address", "127.0.0.1:9000"],
+            "dsde: --address 127.0.0.1:9000: that is the server's place for gRPC, which --grpc chooses",
+        ),
+        (
+            ["client", "hello", "--grpc", "--url", "http://a"],
+            "dsde: --url http://a: that is the server's place for HTTP",
+        ),
         (["serve", "--config", "nowhere.yaml"], "dsde: configuration file nowhere.yaml does not exist"),
         (
             ["engine-args", "--set", "max_length=3"],

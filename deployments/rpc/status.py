@@ -1,0 +1,56 @@
+"""HTTP's refusals as gRPC statuses, with google.rpc details."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.status_pb2 import Status
+
+__all__ = ["Context", "set_status"]
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+# A status travels in HTTP/2 trailers, of which clients take 8 KiB; the text is in there three times.
+_LONGEST_TEXT = 1000
+
+
+class Context(Protocol):
+    """What Serve hands a method of the call: its own stand-in for grpc.ServicerContext."""
+
+    def invocation_metadata(self) -> list[tuple[str, str]]: ...
+
+    def set_code(self, code: grpc.StatusCode) -> None: ...
+
+    def set_details(self, details: str) -> None: ...
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, bytes]]) -> None: ...
+
+
+def set_status(context: Context, http_status: int, text: str, field: str | None = None) -> None:
+    """End the call with HTTP's status in gRPC's terms; a `field` at fault stands in a BadRequest among the details.
+
+    The method must return or yield a message afterwards: Serve carries the status with it. It would carry one by an
+    exception too, but without the details, and with a traceback in the log for every bad request.
+    """
+    code = _CODES.get(int(http_status), grpc.StatusCode.INTERNAL)
+    if len(text) > _LONGEST_TEXT:
+        text = text[: _LONGEST_TEXT - 3] + "..."
+    context.set_code(code)
+    context.set_details(text)
+    if field is not None:
+        status = Status(code=code.value[0], message=text)
+        violation = BadRequest.FieldViolation(field=field, description=text)
+        detail = AnyMessage()
+        detail.Pack(BadRequest(field_violations=[violation]))
+        status.details.append(detail)
+        context.set_trailing_metadata([("grpc-status-details-bin", status.SerializeToString())])

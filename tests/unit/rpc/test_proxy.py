@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from deployments.rpc.proxy import grpc_options, prepare_proxy, proxy_environment
+from dsde.config import ServingConfig
+
+
+@dataclass(frozen=True)
+class Status:
+    code: grpc.StatusCode
+    message: str
+
+
+class ActorError(Exception):
+    pass
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for Serve's modules; tests/serve has the real ones."""
+
+    def status_of(error: BaseException, timeout_s: float | None, request_id: str) -> Status:
+        code = grpc.StatusCode.CANCELLED if error.args == ("cancelled",) else grpc.StatusCode.INTERNAL
+        return Status(code, str(error))
+
+    private = SimpleNamespace(
+        default_impl=SimpleNamespace(add_grpc_address=None), proxy=SimpleNamespace(get_grpc_response_status=status_of)
+    )
+    monkeypatch.setitem(sys.modules, "ray.serve._private", private)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayActorError=ActorError))  # type: ignore[arg-type]
+    monkeypatch.setenv("DSDE_GRPC_HOST", "127.0.0.1")
+    return private
+
+
+def test_what_serve_imports_by_name_is_there() -> None:
+    callback = proxy_environment(ServingConfig())["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
+    for path in [*grpc_options(9000)["grpc_servicer_functions"], callback]:
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(import_module(module), name))
+
+
+def test_the_message_size_is_given_in_bytes() -> None:
+    assert proxy_environment(ServingConfig())["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == "4194304"
+    serving = ServingConfig(grpc_max_message_mib=16)
+    assert proxy_environment(serving)["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == "16777216"
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1", "127.0.0.1:9000"), ("::1", "[::1]:9000"), ("localhost", "localhost:9000")]
+)
+def test_grpc_listens_where_http_does(
+    serve: SimpleNamespace, host: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSDE_GRPC_HOST", host)
+    bound: list[str] = []
+    assert prepare_proxy() == []
+    serve.default_impl.add_grpc_address(SimpleNamespace(add_insecure_port=bound.append), "[::]:9000")
+    assert bound == [address]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ValueError("cancelled"), grpc.StatusCode.CANCELLED, "cancelled"),
+        (ValueError("/secret"), grpc.StatusCode.INTERNAL, "internal error; the server's log has it as request mine"),
+        (
+            ActorError("10.0.0.1 died"),
+            grpc.StatusCode.UNAVAILABLE,
+            "the ingress of this request went away; send it again",
+        ),
+    ],
+)
+def test_the_proxy_tells_no_internals(
+    serve: SimpleNamespace, error: Exception, code: grpc.StatusCode, told: str
+) -> None:
+    prepare_proxy()
+    status: Any = serve.proxy.get_grpc_response_status(error, None, "mine")
+    assert (status.code, status.message) == (code, told)

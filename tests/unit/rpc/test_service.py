@@ -1,0 +1,214 @@
+"""What a call ends in, with a stand-in for vLLM: status, details, and what was released."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health_pb2
+
+from deployments.proto.dsde.v1 import inference_pb2 as pb
+from deployments.rpc import service
+from deployments.rpc.service import InferenceService
+from dsde.engine.refusal import RequestRefused
+
+REQUEST = pb.GenerateRequest(prompt="Once")
+
+
+class Context:
+    def __init__(self, **metadata: str) -> None:
+        self._metadata = list(metadata.items())
+        self.code: grpc.StatusCode | None = None
+        self.details = ""
+        self.trailing: list[tuple[str, bytes]] = []
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self._metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, bytes]]) -> None:
+        self.trailing = trailing_metadata
+
+
+class Generation:
+    """Yields two tokens, then raises `error`, if any, else finishes."""
+
+    model_name = "model"
+
+    def __init__(self, error: Exception | None = None, refuses: Exception | None = None) -> None:
+        self.closed = False
+        self._error = error
+        self._refuses = refuses
+
+    def authorize(self, headers: Mapping[str, str]) -> None:
+        if headers.get("authorization") == "Bearer wrong":
+            raise RequestRefused(401, "authorization: accepted is 'Bearer ' and the API key")
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def start(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> SimpleNamespace:
+        if self._refuses is not None:
+            raise self._refuses
+        return SimpleNamespace(request_id="id", num_prompt_tokens=1, outputs=self._outputs())
+
+    async def _outputs(self) -> AsyncGenerator[SimpleNamespace, None]:
+        try:
+            for token_id, reason in ((5, None), (6, "stop")):
+                if reason and self._error is not None:
+                    raise self._error
+                completion = {"text": "a", "token_ids": [token_id], "finish_reason": reason, "logprobs": None}
+                one = SimpleNamespace(**completion, stop_reason=None, spec_decode_metrics=None)
+                yield SimpleNamespace(outputs=[one], num_cached_tokens=None)
+        finally:
+            self.closed = True
+
+
+def serving(generation: Generation) -> InferenceService:
+    one = InferenceService()
+    one.offer(generation, 8)  # type: ignore[arg-type]
+    return one
+
+
+async def streamed(generation: Generation, context: Context) -> list[pb.GenerateResponse]:
+    return [message async for message in serving(generation).GenerateStream(REQUEST, context)]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, grpc.StatusCode.INVALID_ARGUMENT),
+        (404, grpc.StatusCode.NOT_FOUND),
+        (429, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (501, grpc.StatusCode.UNIMPLEMENTED),
+        (503, grpc.StatusCode.UNAVAILABLE),
+        (500, grpc.StatusCode.INTERNAL),
+        (418, grpc.StatusCode.INTERNAL),
+    ],
+)
+async def test_a_refusal_becomes_a_status(status: int, code: grpc.StatusCode) -> None:
+    context = Context()
+    refused = Generation(refuses=RequestRefused(status, "because"))
+    assert await serving(refused).Generate(REQUEST, context) == pb.GenerateResponse()
+    assert (context.code, context.details) == (code, "because")
+    assert await streamed(refused, context) == [pb.GenerateResponse()]
+
+
+async def test_a_bad_field_stands_in_the_details() -> None:
+    context = Context()
+    await serving(Generation(refuses=RequestRefused(400, "must be positive, got -1", "top_p"))).Generate(
+        REQUEST, context
+    )
+    ((name, value),) = context.trailing
+    status = Status.FromString(value)
+    violations = BadRequest()
+    assert name == "grpc-status-details-bin"
+    assert status.details[0].Unpack(violations)
+    assert (status.code, status.message) == (3, "sampling.top_p: must be positive, got -1")
+    assert [one.field for one in violations.field_violations] == ["sampling.top_p"]
+
+
+async def test_a_long_text_fits_the_trailers() -> None:
+    context = Context()
+    await serving(Generation(refuses=RequestRefused(400, "x" * 50_000, "top_p"))).Generate(REQUEST, context)
+    assert len(context.details) == 1000
+    assert len(context.trailing[0][1]) < 4096
+
+
+async def test_a_stream_that_fails_keeps_what_it_said_and_releases_the_request() -> None:
+    generation, context = Generation(error=RequestRefused(503, "went away; send it again")), Context()
+    first, last = await streamed(generation, context)
+    assert (first.text, last) == ("a", pb.GenerateResponse())
+    assert (context.code, context.details) == (grpc.StatusCode.UNAVAILABLE, "went away; send it again")
+    assert generation.closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_defect_shows_nothing_of_itself(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    generation, context = Generation(error=KeyError("/secret/path")), Context()
+    if stream:
+        await streamed(generation, context)
+    else:
+        await serving(generation).Generate(REQUEST, context)
+    assert context.code is grpc.StatusCode.INTERNAL
+    assert "secret" not in context.details
+    assert "KeyError" not in context.details
+    assert "/secret/path" in caplog.text
+
+
+async def test_a_wrong_key_is_unauthenticated_everywhere_but_in_health() -> None:
+    one = serving(Generation())
+    for call, empty in ((one.Generate, REQUEST), (one.GetModel, pb.GetModelRequest())):
+        context = Context(authorization="Bearer wrong")
+        await call(empty, context)  # type: ignore[operator]
+        assert context.code is grpc.StatusCode.UNAUTHENTICATED
+    context = Context(authorization="Bearer wrong")
+    answer = await one.Check(health_pb2.HealthCheckRequest(), context)
+    assert (answer.status, context.code) == (health_pb2.HealthCheckResponse.SERVING, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_cancelled_call_releases_the_request(stream: bool) -> None:
+    generation = Generation()
+    taken = asyncio.Event()
+    forever = asyncio.Event()
+
+    async def outputs() -> AsyncGenerator[SimpleNamespace, None]:
+        try:
+            taken.set()
+            await forever.wait()
+            yield SimpleNamespace()
+        finally:
+            generation.closed = True
+
+    generation._outputs = outputs  # type: ignore[method-assign]
+    call = streamed(generation, Context()) if stream else serving(generation).Generate(REQUEST, Context())
+    task = asyncio.ensure_future(call)
+    await taken.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert generation.closed
+
+
+async def test_health_knows_its_services() -> None:
+    generation = Generation()
+    one = serving(generation)
+    context = Context()
+    for name in ("", "dsde.v1.Inference"):
+        answer = await one.Check(health_pb2.HealthCheckRequest(service=name), context)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert context.code is None
+    await one.Check(health_pb2.HealthCheckRequest(service="other"), context)
+    assert context.code is grpc.StatusCode.NOT_FOUND
+    assert set((await one.List(health_pb2.HealthListRequest(), Context())).statuses) == {"", "dsde.v1.Inference"}
+
+
+async def test_watching_says_each_change_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_WATCH_PERIOD_S", 0.0)
+    generation = Generation()
+    seen = iter([True, True, False, False, True])
+
+    async def healthy() -> bool:
+        return next(seen)
+
+    generation.healthy = healthy  # type: ignore[method-assign]
+    said = serving(generation).Watch(health_pb2.HealthCheckRequest(), Context())
+    statuses = [(await anext(said)).status for _ in range(3)]
+    await said.aclose()
+    assert [health_pb2.HealthCheckResponse.ServingStatus.Name(one) for one in statuses] == [
+        "SERVING",
+        "NOT_SERVING",
+        "SERVING",
+    ]
