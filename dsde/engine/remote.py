@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from dsde.engine.figures import attach_figures
+from dsde.engine.hint import with_hint
 from dsde.engine.options import parse
 from dsde.engine.transport import EVENTS_KEY, FIGURES_KEY
 from dsde.telemetry.tracing import RequestSpan
@@ -109,9 +110,10 @@ class RemoteEngineClient(EngineClient):
         """Check the request at once, then stream its outputs.
 
         Not a coroutine: a refused option must raise before a streaming answer has sent its status. Raises
-        VLLMValidationError for a bad `dsde_*` option or a cache-transfer parameter, TypeError for a prompt that vLLM's
-        renderer did not make.
+        VLLMValidationError for a bad `dsde_*` option, a bad hint in a header or a cache-transfer parameter, TypeError
+        for a prompt that vLLM's renderer did not make.
         """
+        sampling_params.extra_args = with_hint(sampling_params.extra_args)
         parse(sampling_params.extra_args, self._max_length)
         for field in ("kv_transfer_params", "ec_transfer_params"):
             if field in (sampling_params.extra_args or {}):

@@ -31,6 +31,7 @@ from dsde.engine.remote import GenerateCall
 
 KINDS = (("short", 0.5, 24, 8), ("long", 0.3, 24, 64), ("prompt", 0.2, 300, 16))
 """Name, share, tokens of the prompt and of the answer."""
+ANY_PORT = ["--port", "0", "--grpc-port", "0", "--dashboard-port", "0"]
 ROUTERS = ("stability_aware", "power_of_two")
 SETTLE_S = 4.0
 
@@ -44,9 +45,7 @@ def main() -> None:
     # The application is to end with this process, however that ends.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--policy", "goodput"]
-    process = subprocess.Popen(
-        [*command, "--port", "0", "--dashboard-port", "0"], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen([*command, *ANY_PORT], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         text = ""
         assert process.stdout is not None
@@ -128,7 +127,7 @@ def _configure(client: ServeSubmissionClient, router: str) -> None:
         "request_routing_stats_period_s": config.request_routing_stats_period_s,
     }
     app["deployments"] = [{"name": "EngineReplica", "request_router_config": wanted}]
-    instance = {key: running[key] for key in ("proxy_location", "http_options")}
+    instance = {key: running[key] for key in ("proxy_location", "http_options", "grpc_options")}
     client.deploy_applications({**instance, "applications": [app]})
     deadline = time.monotonic() + 60
     while client.get_serve_details()["applications"][app["name"]]["status"] != "RUNNING":

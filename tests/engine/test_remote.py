@@ -17,6 +17,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from dsde.engine import remote
 from dsde.engine.figures import attach_figures
+from dsde.engine.hint import HINT_HEADER, HintHeader
 from dsde.engine.options import RequestOptions, parse
 from dsde.engine.remote import EngineUnavailable, GenerateCall, RemoteEngineClient
 
@@ -109,6 +110,41 @@ async def test_a_bad_option_is_refused_before_anything_streams(build: Any, engin
     client = build(engine.generate, engine.check)
     with pytest.raises(VLLMValidationError, match=r"vllm_xargs.dsde_max_length = 5: accepted: an integer from 0 to 4"):
         client.generate(PROMPT, SamplingParams(extra_args={"dsde_max_length": 5}), "r")
+    assert engine.calls == []
+
+
+async def ask_with(header: str | None, client: RemoteEngineClient, body: dict[str, Any] | None) -> None:
+    """One request through the middleware, its header and its `vllm_xargs` as given."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async for _ in client.generate(PROMPT, SamplingParams(extra_args=body), "r"):
+            pass
+
+    headers = [] if header is None else [(HINT_HEADER.encode(), header.encode())]
+    await HintHeader(app)({"type": "http", "headers": headers}, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "sent"),
+    [
+        ("code", None, {"dsde_hint": "code"}),
+        ("code", {"dsde_max_length": 2}, {"dsde_max_length": 2, "dsde_hint": "code"}),
+        ("code", {"dsde_hint": "chat"}, {"dsde_hint": "chat"}),
+        (None, None, None),
+    ],
+)
+async def test_a_hint_in_a_header_goes_where_one_in_the_body_does(
+    build: Any, engine: Engine, header: str | None, body: dict[str, Any] | None, sent: dict[str, Any] | None
+) -> None:
+    client = build(engine.generate, engine.check)
+    await ask_with("of another request", client, None)
+    await ask_with(header, client, body)
+    assert engine.calls[-1].sampling_params.extra_args == sent
+
+
+async def test_a_bad_hint_in_a_header_is_refused_by_the_header_s_name(build: Any, engine: Engine) -> None:
+    with pytest.raises(VLLMValidationError, match=r"x-dsde-hint = '': accepted: a name of 1 to 32 characters"):
+        await ask_with("", build(engine.generate, engine.check), None)
     assert engine.calls == []
 
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.proto.dsde.v1 import inference_pb2 as pb
+from deployments.proto.dsde.v1 import inference_pb2_grpc as pb_grpc
 from dsde.telemetry.monitoring import ALERTS, PANELS, RATE
 from tests.collector import Collector, Span
 from tests.serve.conftest import Served
 
 PATIENCE_S = 60
-TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
-TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+PARENT_ID = "b7ad6b7169203331"
 SECRET = "xylophone"
 
 
@@ -34,6 +37,42 @@ def chat(web: httpx.Client, served: Served, headers: dict[str, str] | None = Non
     answer = web.post("/v1/chat/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
+
+
+def over_http(served: Served, traceparent: str) -> dict[str, Any]:
+    """Ask, and what the span of the request is to say of the answer."""
+    with httpx.Client(base_url=served.url.removesuffix("/v1"), timeout=300, trust_env=False) as web:
+        answer = chat(web, served, {"traceparent": traceparent})
+    assert "dsde_events" not in str(answer)
+    dsde = answer["metrics"]["speculative_decoding"]["dsde"]
+    return {
+        "gen_ai.response.id": answer["id"],
+        "gen_ai.usage.output_tokens": answer["usage"]["completion_tokens"],
+        "gen_ai.usage.input_tokens": answer["usage"]["prompt_tokens"],
+        "gen_ai.response.finish_reasons": [answer["choices"][0]["finish_reason"]],
+        "dsde.policy": dsde["policy"],
+        "dsde.kld.mean": dsde["kld"]["mean"],
+    }
+
+
+def over_grpc(served: Served, traceparent: str) -> dict[str, Any]:
+    """The same, of a stream over gRPC."""
+    message = pb.ChatMessage(role="user", content=f"Write a story about a {SECRET}.")
+    sampling = pb.SamplingParams(max_tokens=32, temperature=0)
+    request = pb.GenerateRequest(chat=pb.Chat(messages=[message]), sampling=sampling)
+    with grpc.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel:
+        stream = pb_grpc.InferenceStub(channel).GenerateStream(
+            request, timeout=300, metadata=(("traceparent", traceparent),)
+        )
+        *_, last = stream
+    return {
+        "gen_ai.response.id": f"chatcmpl-{last.request_id}",
+        "gen_ai.usage.output_tokens": last.usage.completion_tokens,
+        "gen_ai.usage.input_tokens": last.usage.prompt_tokens,
+        "gen_ai.response.finish_reasons": [pb.FinishReason.Name(last.finish_reason).rpartition("_")[2].lower()],
+        "dsde.policy": last.speculation.dsde.policy,
+        "dsde.kld.mean": last.speculation.dsde.kld.mean,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +97,24 @@ def scrape(served: Served) -> dict[str, list[Any]]:
     return {family.name: family.samples for family in text_string_to_metric_families(text)}
 
 
-def test_a_request_is_one_tree_of_spans(web: httpx.Client, served: Served, received: Collector) -> None:
-    # Nobody wants spans of the first one.
-    unsampled = chat(web, served, {"traceparent": f"00-{'1' * 32}-{'2' * 16}-00"})
-    answer = chat(web, served, {"traceparent": TRACEPARENT})
+@pytest.mark.parametrize("ask", [over_http, over_grpc])
+def test_a_request_is_one_tree_of_spans(
+    served: Served, received: Collector, ask: Callable[[Served, str], dict[str, Any]]
+) -> None:
+    unwanted, trace_id = secrets.token_hex(16), secrets.token_hex(16)
+    ask(served, f"00-{unwanted}-{PARENT_ID}-00")
+    expected = ask(served, f"00-{trace_id}-{PARENT_ID}-01")
 
     def named(part: str) -> list[Span]:
-        return [span for span in received.trace(TRACE_ID) if part in span.name]
+        return [span for span in received.trace(trace_id) if part in span.name]
 
     parts = ("proxy", "OpenAIIngress", "chat embedded", "route_to_replica EngineReplica", "llm_request")
     received.wait(lambda: all(map(named, parts)), PATIENCE_S, "the spans of a request")
     time.sleep(1)
-    spans = {span.span_id: span for span in received.trace(TRACE_ID)}
-    assert unsampled["id"].removeprefix("chatcmpl-") not in str(received.spans)
+    spans = {span.span_id: span for span in received.trace(trace_id)}
+    assert received.trace(unwanted) == []
     roots = [span for span in spans.values() if span.parent_id not in spans]
-    assert {span.parent_id for span in roots} == {TRACEPARENT.split("-")[2]}, [s.name for s in spans.values()]
+    assert {span.parent_id for span in roots} == {PARENT_ID}, [s.name for s in spans.values()]
 
     def ancestors(span: Span) -> list[str]:
         found = []
@@ -88,17 +130,11 @@ def test_a_request_is_one_tree_of_spans(web: httpx.Client, served: Served, recei
     assert any("route_to_replica EngineReplica" in name for name in ancestors(engine))
     assert any("OpenAIIngress" in name for name in ancestors(request))
 
-    figures = answer["metrics"]["speculative_decoding"]["dsde"]
-    assert request.attributes["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
-    assert request.attributes["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
-    assert request.attributes["gen_ai.response.finish_reasons"] == [answer["choices"][0]["finish_reason"]]
-    assert request.attributes["dsde.policy"] == figures["policy"]
-    assert request.attributes["dsde.kld.mean"] == pytest.approx(figures["kld"]["mean"])
+    assert {name: request.attributes[name] for name in expected} == expected
     events = [name for name, _, _ in request.events]
     assert events[0] in ("dsde.speculation.on", "dsde.speculation.off")
     assert "dsde.calibration.done" in events
     assert all(request.start <= at <= request.end for _, at, _ in request.events)
-    assert "dsde_events" not in str(answer)
     assert SECRET not in str(received.spans)
 
 
