@@ -46,6 +46,7 @@ class Served:
     """A running application, as its own banner describes it."""
 
     model: str
+    policy: str
     url: str
     address: str
     dashboard: str
@@ -88,6 +89,7 @@ def served(received: Collector) -> Iterator[Served]:
         started = psutil.Process(process.pid).children(recursive=True)
         yield Served(
             model="embedded",
+            policy=_field(text, "with policy"),
             url=_field(text, "OpenAI API"),
             address=_field(text, "gRPC"),
             dashboard=_field(text, "Ray dashboard"),

@@ -26,8 +26,8 @@ def test_replicas_publish_what_their_engines_have_learnt(
     web: httpx.Client, served: Served, engines: DeploymentHandle
 ) -> None:
     with ThreadPoolExecutor(8) as pool:
-        hint = {"dsde_hint": "colours"}
-        assert set(pool.map(lambda _: ask(web, served, vllm_xargs=hint, max_tokens=24), range(8))) == {200}
+        options = {"dsde_hint": "colours", "dsde_policy": "static"}
+        assert set(pool.map(lambda _: ask(web, served, vllm_xargs=options, max_tokens=24), range(8))) == {200}
 
     def learnt() -> bool:
         stats = published(engines)
@@ -39,7 +39,7 @@ def test_replicas_publish_what_their_engines_have_learnt(
         assert one.verify_ms is not None
         assert one.draft_ms is not None
         assert 0.0 < one.draft_ms < one.verify_ms[0] + one.verify_ms[1] * one.slots
-        assert (one.slots, one.draining, one.priced) == (32, False, False)
+        assert (one.slots, one.draining, one.priced) == (32, False, served.policy == "goodput")
     asked = [one.classes["colours/sampled"] for one in stats if "colours/sampled" in one.classes]
     assert 7.0 < sum(one.requests for one in asked) <= 8.0
     assert all(1.0 <= one.output / one.requests <= 24.0 for one in asked)
