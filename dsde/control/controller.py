@@ -440,7 +440,6 @@ class Controller:
                     verify_ms=time.verify,
                     draft_ms=time.draft,
                     plain_ms=plain_ms,
-                    measured=time.measured,
                 )
             )
 

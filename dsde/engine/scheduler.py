@@ -18,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from dsde.control.controller import Controller
+from dsde.control.policies import DEFAULT_POLICY
 from dsde.control.records import SpeculationPlan
 from dsde.engine.options import RequestOptions, parse
 from dsde.engine.transport import FIGURES_KEY, attach_plan, observation, plan_of, report_of
@@ -52,7 +53,7 @@ class _Speculation(Scheduler):
             )
         settings = dict((self.vllm_config.additional_config or {}).get("dsde", {}))
         self.controller = Controller(
-            settings.get("policy", "paper"),
+            settings.get("policy", DEFAULT_POLICY),
             settings.get("settings", {}),
             capacity=self.max_num_running_reqs,
             max_length=self.num_spec_tokens,

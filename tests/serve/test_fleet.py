@@ -72,7 +72,7 @@ def test_sixteen_mixed_prompts_reach_both_replicas_with_figures(
 
     for answer in answers:
         dsde = check_figures(answer["metrics"], answer["usage"]["completion_tokens"])
-        assert dsde["policy"] == "paper"
+        assert dsde["policy"] == "goodput"
     after = sorted(load["taken"] for load in loads(engines))
     assert sum(after) - before == 16
     assert all(now > then for then, now in zip(taken_before, after, strict=True))
@@ -119,7 +119,7 @@ def test_the_policy_switches_while_the_application_serves(
         switch_policy("static", {"length": 99}, served.dashboard)
     switch_policy("static", {"length": 3}, served.dashboard)
     seconds_until(lambda: policy_and_longest() == ("static", 3), 60)
-    switch_policy("paper", {}, served.dashboard)
-    seconds_until(lambda: policy_and_longest()[0] == "paper", 60)
+    switch_policy("goodput", {}, served.dashboard)
+    seconds_until(lambda: policy_and_longest()[0] == "goodput", 60)
     # The same replicas, counting on: nothing was restarted.
     assert sum(load["taken"] for load in loads(engines)) > sum(load["taken"] for load in before)
