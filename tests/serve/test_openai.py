@@ -86,6 +86,7 @@ def test_structured_output_keeps_to_its_schema(client: openai.OpenAI, served: Se
         temperature=temperature,
         seed=7,
         response_format={"type": "json_schema", "json_schema": {"name": "fact", "schema": schema}},
+        extra_body={"vllm_xargs": {"dsde_policy": "static"}},
     )
     fact = json.loads(answer.choices[0].message.content)
     assert sorted(fact) == ["capital", "people"]
