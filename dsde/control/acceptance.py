@@ -21,6 +21,7 @@ FEATURES = 5
 Standing: logit of the request's average, less that of all requests. The constant carries what is common to all, so that
 nothing shifts under the other weights while the averages still settle.
 """
+# .4 is the logit of FIRST, for a slot of which only the constant speaks.
 BEFORE_PRIOR = (0.4, 0.0, 0.0, 1.0, 0.0)
 AFTER_PRIOR = (0.0, 0.5, 0.0, 0.5, 0.0)
 ONWARD_PRIOR = (0.4, 0.1, 0.0, 0.9, 0.0)
