@@ -83,9 +83,9 @@ class Acceptance:
         self._before_weights, self._after_weights, self._onward_weights = (
             np.array([prior, prior]) for prior in (BEFORE_PRIOR, AFTER_PRIOR, ONWARD_PRIOR)
         )
-        self._before = [Logistic(weights) for weights in self._before_weights]
-        self._after = [Logistic(weights) for weights in self._after_weights]
-        self._onward = [Logistic(weights) for weights in self._onward_weights]
+        self._before = [Logistic(self._before_weights, regime) for regime in range(2)]
+        self._after = [Logistic(self._after_weights, regime) for regime in range(2)]
+        self._onward = [Logistic(self._onward_weights, regime) for regime in range(2)]
         self._informed = np.zeros(capacity, dtype=np.bool_)
         self._steps = np.arange(max_length)
         self._clock = 0.0
