@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dsde.control.arrays import Bools, Ints, Numbers
-from dsde.control.history import Recent
+from dsde.control.history import Newest, Recent
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
 from dsde.control.records import DraftStop
@@ -57,7 +57,7 @@ class AdaEdl(Policy):
         self._measure = Paper(PaperSettings(), max_length)
         self.warmup_tokens = self._measure.warmup_tokens
 
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """As in `paper`."""
         return self._measure.signals(recent)
 

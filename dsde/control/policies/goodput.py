@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsde.control.arrays import Floats, Ints
-from dsde.control.history import Recent
+from dsde.control.history import Newest, Recent
 from dsde.control.ledger import Ledger
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step
 from dsde.control.policies.paper import Paper, PaperSettings
@@ -69,7 +69,7 @@ class Goodput(Policy):
         self._costs = Costs(1.0, 0.0, 0.0)
         self._unchecked = 0
 
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """As in `paper`."""
         return self._measure.signals(recent)
 

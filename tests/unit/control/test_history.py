@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from dsde.control.history import WINDOW, History
+from dsde.control.measured import Measured
+from dsde.control.records import StepObservation
 
 
 def append(
@@ -11,21 +13,17 @@ def append(
     slots: list[int],
     klds: list[list[float]],
     accepted: list[int],
-    usable: list[bool] | None = None,
     temperature: float = 0.0,
 ) -> None:
-    drafted = np.array([len(step) for step in klds])
-    history.append(
-        np.array(slots),
-        drafted,
-        np.array(accepted),
-        np.full(len(slots), temperature),
-        np.arange(drafted.max()) < drafted[:, None],
-        np.array([kld for step in klds for kld in step]),
-        np.array([sum(step) for step in klds], dtype=np.float64),
-        np.array([max(step, default=0.0) for step in klds]),
-        np.array([bool(step) for step in klds] if usable is None else usable),
+    observation = StepObservation(
+        request_ids=tuple(map(str, slots)),
+        num_draft_tokens=np.array([len(step) for step in klds]),
+        num_accepted_tokens=np.array(accepted),
+        kld=np.array([kld for step in klds for kld in step]),
+        overlap=np.array([0.5 for step in klds for _ in step]),
+        temperature=np.full(len(slots), temperature),
     )
+    history.append(Measured([(np.array(slots), observation, np.zeros(len(slots)))]))
 
 
 def newest(history: History, slot: int) -> list[float]:
@@ -83,7 +81,7 @@ def test_an_unusable_step_leaves_the_signals_and_counts_its_tokens() -> None:
     history = History(1)
     slot = history.allocate(4)
     append(history, [slot], [[0.25, 0.75]], [1])
-    append(history, [slot], [[float("nan"), 3.0]], [2], usable=[False])
+    append(history, [slot], [[float("nan"), 3.0]], [2])
     recent = history.recent(np.array([slot]))
     assert newest(history, slot) == [0.25, 0.75]
     assert (recent.kld_last.item(), recent.kld_mean_pre.item(), recent.kld_max_pre.item()) == (0.5, 0.5, 0.75)
