@@ -21,7 +21,7 @@ from dsde.control.history import History, Newest, Recent
 from dsde.control.measured import Measured
 from dsde.control.policies import Policy, build_policy
 from dsde.control.policies.base import Batch, Proposal, Step
-from dsde.control.records import DraftStop, RequestSpeculation, SpeculationPlan, StepObservation
+from dsde.control.records import RequestSpeculation, SpeculationPlan, StepObservation
 from dsde.control.stop import combine
 
 __all__ = ["Controller"]
@@ -370,7 +370,7 @@ class Controller:
             stoppable=plan is not None and plan.stop is not None,
         )
         # What it cost to come back is no cost of drafting, but it was spent.
-        return time if observation.catch_up_ms is None else replace(time, draft=observation.catch_up_ms)
+        return time if observation.catch_up_ms is None else time._replace(draft=observation.catch_up_ms)
 
     def _remember(self, observation: StepObservation, depth: int) -> None:
         """Keep the drafter's confidence in the `depth` drafts it has just drawn, until they are verified."""

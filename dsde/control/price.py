@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ __all__ = ["Costs", "Price", "best_price"]
 ITERATIONS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(NamedTuple):
     """Costs of one step in ms. plain: decoding the batch's n requests. token: one more token. draft: one draft step."""
 
     plain: float
@@ -22,8 +21,7 @@ class Costs:
     draft: float
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(NamedTuple):
     """rate: tokens per ms expected of the whole batch, the best that any depth reaches. depth: that depth, draft steps.
 
     A slot is worth verifying iff its survival exceeds rate * token.
@@ -48,20 +46,23 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
     unresolved = np.empty((2, *survival.shape))
     np.subtract(survival, resolved, out=unresolved[0])
     np.subtract(1.0, share, out=unresolved[1])
-    draft_ms = costs.draft * np.arange(1.0, survival.shape[1] + 1.0)
-    for _ in range(ITERATIONS if draft_ms.size else 0):
+    for _ in range(ITERATIONS):
         threshold = rate * costs.token
         expected = np.add.reduce(unresolved * (survival > threshold), 1)
         expected += sure
-        emitted, count = np.add.accumulate(expected, 1)
-        value = emitted - threshold * count
-        value -= rate * draft_ms
-        best = int(value.argmax())
-        if value[best] <= 0.0:
+        best, gain, emitted, count = 0, 0.0, 0.0, 0.0
+        deeper_emitted = deeper_count = 0.0
+        for steps, (slot_emitted, slot_count) in enumerate(zip(*expected.tolist(), strict=True), 1):
+            deeper_emitted += slot_emitted
+            deeper_count += slot_count
+            value = deeper_emitted - threshold * deeper_count - rate * (costs.draft * steps)
+            if value > gain:
+                best, gain, emitted, count = steps, value, deeper_emitted, deeper_count
+        if not best:
             break
-        depth = best + 1
-        tokens = requests + float(emitted[best])
-        time = costs.plain + costs.token * float(count[best]) + costs.draft * depth
+        depth = best
+        tokens = requests + emitted
+        time = costs.plain + costs.token * count + costs.draft * depth
         if tokens / time <= rate * (1.0 + 1e-6):
             break
         rate = tokens / time
