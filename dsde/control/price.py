@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,18 +47,16 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
     unresolved = np.empty((2, *survival.shape))
     np.subtract(survival, resolved, out=unresolved[0])
     np.subtract(1.0, share, out=unresolved[1])
+    decided = b""
     for _ in range(ITERATIONS):
         threshold = rate * costs.token
-        expected = np.add.reduce(unresolved * (survival > threshold), 1)
-        expected += sure
-        best, gain, emitted, count = 0, 0.0, 0.0, 0.0
-        deeper_emitted = deeper_count = 0.0
-        for steps, (slot_emitted, slot_count) in enumerate(zip(*expected.tolist(), strict=True), 1):
-            deeper_emitted += slot_emitted
-            deeper_count += slot_count
-            value = deeper_emitted - threshold * deeper_count - rate * (costs.draft * steps)
-            if value > gain:
-                best, gain, emitted, count = steps, value, deeper_emitted, deeper_count
+        above = survival > threshold
+        if above.tobytes() != decided:
+            decided = above.tobytes()
+            expected = np.add.reduce(unresolved * above, 1)
+            expected += sure
+            slots = list(zip(*expected.tolist(), strict=True))
+        best, emitted, count = _best_depth(slots, threshold, rate, costs.draft)
         if not best:
             break
         depth = best
@@ -67,3 +66,21 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
             break
         rate = tokens / time
     return Price(rate, depth)
+
+
+def _best_depth(
+    slots: Sequence[tuple[float, float]], threshold: float, rate: float, draft: float
+) -> tuple[int, float, float]:
+    """The depth that gains most, 0 where none gains, and the tokens and counts expected up to it.
+
+    slots: the batch's expected tokens and counts in each slot position. A count costs `threshold` tokens.
+    """
+    best, gain = (0, 0.0, 0.0), 0.0
+    emitted = count = 0.0
+    for depth, (slot_emitted, slot_count) in enumerate(slots, 1):
+        emitted += slot_emitted
+        count += slot_count
+        value = emitted - threshold * count - rate * (draft * depth)
+        if value > gain:
+            best, gain = (depth, emitted, count), value
+    return best

@@ -58,7 +58,8 @@ class Goodput(Policy):
         self.settings = settings
         self._measure = Paper(PaperSettings(), max_length)
         self.warmup_tokens = self._measure.warmup_tokens
-        self._depths = np.arange(max_length)
+        # Row n: the first n of max_length slots.
+        self._first_slots = np.tri(max_length + 1, max_length, -1)
         self._ledger = Ledger()
         self._speculating = True
         self._probing = self._exploring = False
@@ -83,11 +84,11 @@ class Goodput(Policy):
             lengths = self._probe(batch, self._costs)
             return Proposal(lengths, lengths)
         survival, share = batch.acceptance.expect(batch.slots)
-        survival *= self._depths < batch.usable[:, None]
+        survival *= self._first_slots.take(batch.usable, 0)
         if not batch.trims:
             share = np.zeros_like(share)
         cost = batch.cost
-        costs = self._costs = Costs(plain=cost.verify(batch.size), token=cost.token, draft=cost.draft(batch.size))
+        costs = self._costs = Costs(cost.verify(batch.size), cost.token, cost.draft(batch.size))
         price = best_price(survival, share, batch.size, costs)
         plain = batch.size / costs.plain
         pays = price.depth > 0 and price.rate >= plain * (1.0 if self._speculating else RESUME)
@@ -121,7 +122,7 @@ class Goodput(Policy):
         if step.draft_ms == 0.0 and not np.count_nonzero(step.drafted):
             self._ledger.rest(step.plain_ms)
             return
-        emitted = 1.0 + float(np.add.reduce(step.accepted)) / step.size
+        emitted = 1.0 + sum(step.accepted.tolist()) / step.size
         self._ledger.book(step.plain_ms, emitted, spent, step.size)
 
     def trim(self, batch: Batch, lengths: Ints) -> Ints:
@@ -130,7 +131,7 @@ class Goodput(Policy):
             return lengths
         survival, drafted = batch.acceptance.drafts(batch.slots)
         worth = np.add.reduce(survival > self._threshold, 1)
-        return np.where(drafted > 0, np.minimum(lengths, worth), lengths)
+        return np.minimum(lengths, worth, out=lengths.copy(), where=drafted.astype(np.bool_))
 
     def _rests_on(self, batch: Batch) -> bool:
         """Whether speculation rests and nothing has changed: then the decision stands for a few steps."""
@@ -142,7 +143,7 @@ class Goodput(Policy):
 
     def _promising(self, batch: Batch, share: Floats, costs: Costs) -> bool:
         """Whether drafting would pay if acceptance were as good as the little that was verified leaves possible."""
-        survival = batch.acceptance.hopeful(batch.slots) * (self._depths < batch.usable[:, None])
+        survival = batch.acceptance.hopeful(batch.slots) * self._first_slots.take(batch.usable, 0)
         price = best_price(survival, share, batch.size, costs)
         return price.depth > 0 and price.rate >= RESUME * batch.size / costs.plain
 
