@@ -8,9 +8,11 @@ drawn at a slot.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from dsde.control.arrays import Bools, Floats, Ints, Numbers
+from dsde.control.arrays import ONE, Bools, Floats, Ints, Numbers, first_slots
 from dsde.control.prediction import Logistic, logit, sigmoid
 
 __all__ = ["Acceptance", "Verification"]
@@ -43,6 +45,7 @@ EARLY = 64
 RESOLUTION_MEMORY = 0.995
 RESOLUTION_PRIOR = (0.5, 2.5)
 """Start of the sums under resolution: share .2, weight of a few dozen slots."""
+ONE_DRAFT = np.array(1)
 
 
 class Verification:
@@ -55,6 +58,21 @@ class Verification:
 
     def __init__(self, slots: Ints, drafted: Ints, accepted: Ints, overlap: Numbers) -> None:
         self.slots, self.drafted, self.accepted, self.overlap = slots, drafted, accepted, overlap
+
+
+class _Lesson(NamedTuple):
+    """What R requests' drafts were like and what became of them. sampled, informed, pending: [R]; the others [R, L, ...].
+
+    real: 1 where the slot was verified. informed: whether the drafter said anything of its `pending` slots.
+    """
+
+    sampled: Ints
+    features: Floats
+    labels: Floats
+    weight: Floats
+    real: Floats
+    informed: Bools
+    pending: Ints
 
 
 class Acceptance:
@@ -87,13 +105,11 @@ class Acceptance:
         self._after = [Logistic(weights) for weights in self._after_weights]
         self._onward = [Logistic(weights) for weights in self._onward_weights]
         self._informed = np.zeros(capacity, dtype=np.bool_)
-        self._steps = np.arange(max_length)
+        self._first_slots = first_slots(max_length)
         self._clock = 0.0
         self._verified_at = np.zeros(2)
         self._known: tuple[Ints, Floats] | None = None
-        self._lessons = np.zeros((LESSONS * capacity, max_length, FEATURES + 4))
-        self._pupils = np.zeros(LESSONS * capacity, dtype=np.int64)
-        self._gathered = self._gathered_steps = 0
+        self._lessons: list[_Lesson] = []
         self._taught = 0
         self.waiting = False
 
@@ -115,9 +131,19 @@ class Acceptance:
             return known[1]
         own = self._sums.take(slots, 0)
         own *= (UNDRAFTED_MEMORY ** self.undrafted(slots))[:, None]
-        sampled = self._sampled.take(slots)
-        average = (own[:, 0] + OWN_PRIOR * self._common.take(sampled)) / (own[:, 1] + OWN_PRIOR)
-        standing = logit(average, CLIP) - logit(self._common, CLIP).take(sampled)
+        return self._stand(slots, own, self._sampled.take(slots))
+
+    def _stand(self, slots: Ints, own: Floats, sampled: Ints) -> Floats:
+        """Standings of requests whose sums are `own` [B, 2] by now, kept until the next step."""
+        size = slots.size
+        average = np.empty(size + 2)
+        average[size:] = self._common
+        prior = self._common.take(sampled)
+        prior *= OWN_PRIOR
+        prior += own[:, 0]
+        np.divide(prior, own[:, 1] + OWN_PRIOR, out=average[:size])
+        odds = logit(average, CLIP)
+        standing = odds[:size] - odds[size:].take(sampled)
         self._known = slots, standing
         return standing
 
@@ -179,15 +205,17 @@ class Acceptance:
         rows[:, :, 3] = own[:, None]
         informed = np.zeros(slots.size, dtype=np.bool_)
         if top_prob is not None and entropy is not None:
-            said = np.array((top_prob[:, :depth], entropy[:, :depth]), dtype=np.float64)
+            said = rows[:, :depth, 1:3]
+            said[:, :, 0] = top_prob[:, :depth]
+            said[:, :, 1] = entropy[:, :depth]
             finite = np.isfinite(said)
             if np.count_nonzero(finite) == finite.size:
                 informed[:] = True
             else:
-                informed = np.logical_and.reduce(finite, axis=(0, 2))
-                np.nan_to_num(said, copy=False, nan=0.5, posinf=0.5, neginf=0.5)
-            rows[:, :depth, 1] = logit(said[0], CLIP)
-            rows[:, :depth, 2] = said[1] - 1.0
+                informed = np.logical_and.reduce(finite, axis=(1, 2))
+                said[~finite] = 0.5
+            said[:, :, 0] = logit(said[:, :, 0], CLIP)
+            said[:, :, 1] -= ONE
         predicted = sigmoid(np.vecdot(rows, self._after_weights.take(sampled, 0)[:, None]))
         if np.count_nonzero(informed) < informed.size:
             predicted = np.where(informed[:, None], predicted, self._before_slots(own, sampled))
@@ -207,7 +235,7 @@ class Acceptance:
         sampled = self._sample(slots, temperature)
         self.waiting = False
         pending = self._pending.take(slots)
-        known = (pending >= drafted) & (pending > 0)
+        known = pending >= np.maximum(drafted, ONE_DRAFT)
         self._pending[slots] = 0
         rows = int(np.count_nonzero(known))
         if not rows:
@@ -217,58 +245,49 @@ class Acceptance:
                 values[known] for values in (slots, drafted, accepted, sampled, pending)
             )
             overlap = overlap[known]
-        depth = int(np.maximum.reduce(pending))
-        step = self._steps[:depth]
-        verified = step < drafted[:, None]
-        drawn = step < pending[:, None]
-        labels = (step < accepted[:, None]).astype(np.float64)
-        real = verified & (step <= accepted[:, None])
-        all_accepted = accepted >= drafted
+        labels = self._first_slots.take(accepted, 0)
+        real = self._first_slots.take(np.minimum(accepted + ONE_DRAFT, drafted), 0)
         some_sampled = np.count_nonzero(sampled) > 0
         if some_sampled:
-            width = min(depth, overlap.shape[1])
+            width = min(self._max_length, overlap.shape[1])
             soft = np.minimum(np.maximum(overlap[:, :width], 0.0), 1.0)
             np.copyto(labels[:, :width], soft, where=(sampled > 0)[:, None])
-            real &= np.isfinite(labels)
-        weight = real.astype(np.float64)
-        some_unread = np.count_nonzero(all_accepted & (pending > drafted)) > 0
+            real *= np.isfinite(labels)
+        weight = real
+        unread = pending > drafted
+        unread &= accepted >= drafted
+        some_unread = np.count_nonzero(unread) > 0
         # Where the weight is 0, labels need only be finite.
         if some_sampled or some_unread:
-            predicted = self._predicted.take(slots, 0)[:, :depth]
-            np.copyto(labels, predicted, where=~real)
+            predicted = self._predicted.take(slots, 0)
+            np.copyto(labels, predicted, where=real == 0.0)
         if some_unread:
-            reach = np.ones_like(weight)
+            verified = self._first_slots.take(drafted, 0)
+            reach = np.ones_like(real)
             np.multiply.accumulate(np.where(verified, 1.0, predicted)[:, :-1], 1, out=reach[:, 1:])
-            np.copyto(weight, reach, where=all_accepted[:, None] & ~verified & drawn)
+            drawn_only = self._first_slots.take(pending, 0) - verified
+            weight = np.where(unread[:, None] & (drawn_only > 0.0), reach, real)
 
         sums = np.empty((rows, 2))
         np.vecdot(weight, labels, out=sums[:, 0])
         np.add.reduce(weight, 1, out=sums[:, 1])
-        idle = np.maximum(self.undrafted(slots) - 1.0, 0.0)
+        idle = np.maximum(self.undrafted(slots) - ONE, 0.0)
         kept = self._sums.take(slots, 0)
         kept *= (OWN_MEMORY * UNDRAFTED_MEMORY**idle)[:, None]
         kept += sums
         self._sums[slots] = kept
         self._seen[slots] = self._clock
-        self._known = None
         self._all *= ALL_MEMORY
         for regime, mine in self._regimes(sampled):
             self._all[regime] += np.add.reduce(sums[mine], 0)
             self._verified_at[regime] = self._clock
         self._common = self._all[:, 0] / self._all[:, 1]
+        self._stand(slots, kept, sampled)
 
-        lesson = self._lessons[self._gathered : self._gathered + rows]
-        lesson[:, :, :FEATURES] = self._features.take(slots, 0)
-        lesson[:, :depth, FEATURES] = labels
-        lesson[:, :depth, FEATURES + 1] = weight
-        lesson[:, :depth, FEATURES + 2] = real
-        lesson[:, :depth, FEATURES + 3] = drawn & self._informed.take(slots)[:, None]
-        lesson[:, depth:, FEATURES:] = 0.0
-        self._pupils[self._gathered : self._gathered + rows] = sampled
-        self._gathered += rows
-        self._gathered_steps += 1
+        features, informed = self._features.take(slots, 0), self._informed.take(slots)
+        self._lessons.append(_Lesson(sampled, features, labels, weight, real, informed, pending))
         self._taught += rows
-        if self._taught < EARLY or self._gathered_steps >= LESSONS:
+        if self._taught < EARLY or len(self._lessons) >= LESSONS:
             self._study()
 
     def rest(self, slots: Ints, temperature: Numbers) -> None:
@@ -292,12 +311,12 @@ class Acceptance:
 
     def _study(self) -> None:
         """Teach the models all that was gathered since the last time."""
-        lessons, pupils, steps = self._lessons[: self._gathered], self._pupils[: self._gathered], self._gathered_steps
-        self._gathered = self._gathered_steps = 0
-        for regime, where in self._regimes(pupils):
-            mine = lessons[where]
-            features = mine[:, :, :FEATURES].copy()
-            labels, weight, real, informed = (mine[:, :, FEATURES + column] for column in range(4))
+        lessons = _Lesson(*(np.concatenate(column) for column in zip(*self._lessons, strict=True)))
+        steps = len(self._lessons)
+        self._lessons.clear()
+        for regime, where in self._regimes(lessons.sampled):
+            _, features, labels, weight, real, informed, pending = (column[where] for column in lessons)
+            informed = self._first_slots.take(pending, 0) * informed[:, None]
             blind = features.copy()
             blind[:, :, 1:3] = 0.0
             self._resolve(regime, features, blind, informed, steps)

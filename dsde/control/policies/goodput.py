@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsde.control.arrays import Floats, Ints
+from dsde.control.arrays import Floats, Ints, first_slots
 from dsde.control.history import Newest, Recent
 from dsde.control.ledger import Ledger
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step
@@ -58,8 +58,7 @@ class Goodput(Policy):
         self.settings = settings
         self._measure = Paper(PaperSettings(), max_length)
         self.warmup_tokens = self._measure.warmup_tokens
-        # Row n: the first n of max_length slots.
-        self._first_slots = np.tri(max_length + 1, max_length, -1)
+        self._first_slots = first_slots(max_length)
         self._ledger = Ledger()
         self._speculating = True
         self._probing = self._exploring = False
