@@ -38,6 +38,8 @@ OWN_PRIOR = 3.0
 OWN_MEMORY = 0.95
 UNDRAFTED_MEMORY = 0.97
 """A request's sums shrink by these at a step with and without drafts, toward the average of all requests."""
+FORGOTTEN = 2048
+"""Steps without drafts after which nothing is left of a request's sums that a float64 could show."""
 ALL_MEMORY = 0.999
 LESSONS = 8
 EARLY = 64
@@ -90,11 +92,16 @@ class Acceptance:
         self._predicted = np.zeros((capacity, max_length))
         self._pending = np.zeros(capacity, dtype=np.int64)
         self._sums = np.zeros((capacity, 2))
-        self._seen = np.zeros(capacity)
+        self._seen = np.zeros(capacity, dtype=np.int64)
         self._sampled = np.zeros(capacity, dtype=np.int64)
         self._latest = 0
-        self._all = np.array([[FIRST * FIRST_WEIGHT, FIRST_WEIGHT]] * 2)
-        self._common = self._all[:, 0] / self._all[:, 1]
+        # What is left of a request's sums, by the steps since they were last added to.
+        idle = np.arange(FORGOTTEN)
+        self._left = UNDRAFTED_MEMORY**idle
+        self._left_once_verified = OWN_MEMORY * UNDRAFTED_MEMORY ** np.maximum(idle - 1.0, 0.0)
+        # Of all requests at each regime: [sum of labels, sum of weights].
+        self._all = [(FIRST * FIRST_WEIGHT, FIRST_WEIGHT)] * 2
+        self._common = np.array([FIRST, FIRST])
         self._spread = np.repeat(np.array([RESOLUTION_PRIOR] * 2)[:, :, None], max_length, axis=2)
         self._share = self._shares()
         # Each model's weights are a row of its kind's table, one row for each regime.
@@ -106,7 +113,7 @@ class Acceptance:
         self._onward = [Logistic(weights) for weights in self._onward_weights]
         self._informed = np.zeros(capacity, dtype=np.bool_)
         self._first_slots = first_slots(max_length)
-        self._clock = 0.0
+        self._clock = 0
         self._verified_at = np.zeros(2)
         self._known: tuple[Ints, Floats] | None = None
         self._lessons: list[_Lesson] = []
@@ -130,7 +137,7 @@ class Acceptance:
         if known is not None and (known[0] is slots or np.array_equal(known[0], slots)):
             return known[1]
         own = self._sums.take(slots, 0)
-        own *= (UNDRAFTED_MEMORY ** self.undrafted(slots))[:, None]
+        own *= self._left.take(self.undrafted(slots), mode="clip")[:, None]
         return self._stand(slots, own, self._sampled.take(slots))
 
     def _stand(self, slots: Ints, own: Floats, sampled: Ints) -> Floats:
@@ -147,8 +154,8 @@ class Acceptance:
         self._known = slots, standing
         return standing
 
-    def undrafted(self, slots: Ints) -> Floats:
-        """[B], decoding steps since each request's drafts were last verified, or since it began."""
+    def undrafted(self, slots: Ints) -> Ints:
+        """[B] int64, decoding steps since each request's drafts were last verified, or since it began."""
         return self._clock - self._seen.take(slots)
 
     def expect(self, slots: Ints) -> tuple[Floats, Floats]:
@@ -168,7 +175,7 @@ class Acceptance:
         """
         sampled = self._sampled.take(slots)
         chance = self._before_slots(self.standing(slots), sampled)
-        evidence = self._all[:, 1] * ALL_MEMORY ** (self._clock - self._verified_at)
+        evidence = np.array([weight for _, weight in self._all]) * ALL_MEMORY ** (self._clock - self._verified_at)
         chance += np.sqrt(chance * (1.0 - chance) / evidence.take(sampled)[:, None])
         return np.multiply.accumulate(np.minimum(chance, 1.0), 1)
 
@@ -182,7 +189,7 @@ class Acceptance:
 
     def tick(self) -> None:
         """One decoding step has passed."""
-        self._clock += 1.0
+        self._clock += 1
         self._known = None
 
     def inside(self, slots: Ints) -> tuple[Floats, Floats, Floats]:
@@ -203,22 +210,19 @@ class Acceptance:
         self._pending[slots] = depth
         rows = self._features.take(slots, 0)
         rows[:, :, 3] = own[:, None]
-        informed = np.zeros(slots.size, dtype=np.bool_)
+        informed: Bools | bool = False
         if top_prob is not None and entropy is not None:
-            said = rows[:, :depth, 1:3]
-            said[:, :, 0] = top_prob[:, :depth]
-            said[:, :, 1] = entropy[:, :depth]
-            finite = np.isfinite(said)
-            if np.count_nonzero(finite) == finite.size:
-                informed[:] = True
-            else:
-                informed = np.logical_and.reduce(finite, axis=(1, 2))
-                said[~finite] = 0.5
-            said[:, :, 0] = logit(said[:, :, 0], CLIP)
-            said[:, :, 1] -= ONE
+            top_prob, entropy = top_prob[:, :depth], entropy[:, :depth]
+            finite = np.isfinite(top_prob) & np.isfinite(entropy)
+            informed = np.count_nonzero(finite) == finite.size
+            if not informed:
+                informed = np.logical_and.reduce(finite, 1)
+                top_prob, entropy = (np.nan_to_num(x, nan=0.5, posinf=0.5, neginf=0.5) for x in (top_prob, entropy))
+            rows[:, :depth, 1] = logit(top_prob, CLIP)
+            np.subtract(entropy, ONE, out=rows[:, :depth, 2])
         predicted = sigmoid(np.vecdot(rows, self._after_weights.take(sampled, 0)[:, None]))
-        if np.count_nonzero(informed) < informed.size:
-            predicted = np.where(informed[:, None], predicted, self._before_slots(own, sampled))
+        if informed is not True:
+            predicted = np.where(np.asarray(informed)[..., None], predicted, self._before_slots(own, sampled))
         self._informed[slots] = informed
         self._features[slots] = rows
         self._predicted[slots] = predicted
@@ -271,17 +275,17 @@ class Acceptance:
         sums = np.empty((rows, 2))
         np.vecdot(weight, labels, out=sums[:, 0])
         np.add.reduce(weight, 1, out=sums[:, 1])
-        idle = np.maximum(self.undrafted(slots) - ONE, 0.0)
         kept = self._sums.take(slots, 0)
-        kept *= (OWN_MEMORY * UNDRAFTED_MEMORY**idle)[:, None]
+        kept *= self._left_once_verified.take(self.undrafted(slots), mode="clip")[:, None]
         kept += sums
         self._sums[slots] = kept
         self._seen[slots] = self._clock
-        self._all *= ALL_MEMORY
+        self._all = [(ALL_MEMORY * labelled, ALL_MEMORY * weighed) for labelled, weighed in self._all]
         for regime, mine in self._regimes(sampled):
-            self._all[regime] += np.add.reduce(sums[mine], 0)
+            labelled, weighed = np.add.reduce(sums[mine], 0).tolist()
+            self._all[regime] = self._all[regime][0] + labelled, self._all[regime][1] + weighed
             self._verified_at[regime] = self._clock
-        self._common = self._all[:, 0] / self._all[:, 1]
+        self._common = np.array([labelled / weighed for labelled, weighed in self._all])
         self._stand(slots, kept, sampled)
 
         features, informed = self._features.take(slots, 0), self._informed.take(slots)
@@ -295,7 +299,7 @@ class Acceptance:
         self._sample(slots, temperature)
 
     def _sample(self, slots: Ints, temperature: Numbers) -> Ints:
-        sampled = (temperature > 0.0).astype(np.int64)
+        sampled = temperature.astype(np.bool_).astype(np.int64)
         self._sampled[slots] = sampled
         self._latest = int(sampled[-1])
         self._known = None

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from dsde.control.acceptance import Acceptance, Verification
-from dsde.control.arrays import Bools, Floats, Ints
+from dsde.control.arrays import ZERO, Bools, Floats, Ints
 from dsde.control.cost import StepCost, StepTime
 from dsde.control.figures import EMPTY, Figures
 from dsde.control.history import History, Newest, Recent
@@ -62,11 +62,11 @@ class _Seats:
 
 
 class _Verified(NamedTuple):
-    """One verification step that is not yet in history and figures. capped: [R], 1 where a plan cut the length."""
+    """One verification step that is not yet in history and figures. capped: [R], where a plan cut the length."""
 
     seats: _Seats
     observation: StepObservation
-    capped: Floats
+    capped: Bools
 
 
 UNBOOKED = 8
@@ -105,7 +105,7 @@ class Controller:
         self._acceptance = Acceptance(capacity, max_length)
         self._cost = StepCost(capacity, max_length)
         self._limits = np.zeros(capacity, dtype=np.int64)
-        self._capped = np.zeros(capacity)
+        self._capped = np.zeros(capacity, dtype=np.bool_)
         self._seats: dict[tuple[str, ...], _Seats] = {}
         self._unbooked: list[_Verified] = []
         self._ignored_steps = 0
@@ -181,7 +181,7 @@ class Controller:
             return SpeculationPlan()
         seats = self._seat(tuple(request_ids))
         usable = np.array(room, dtype=np.int64)
-        np.maximum(usable, 0, out=usable)
+        np.maximum(usable, ZERO, out=usable)
 
         proposals = [group.policy.plan(self._batch(seats, group, usable)) for group in seats.groups]
         lengths, caps = _lengths(seats, proposals)
@@ -302,7 +302,7 @@ class Controller:
         self._acceptance.start(slot)
         (request.own or self._default).start(np.array([slot]))
         self._limits[slot] = request.limit
-        self._capped[slot] = 0.0
+        self._capped[slot] = False
         request.slot, request.parked = slot, None
         return slot
 
@@ -408,7 +408,7 @@ class Controller:
             observation.temperature,
         )
         capped = self._capped.take(slots)
-        self._capped[slots] = 0.0
+        self._capped[slots] = False
         if not observation.kld.size and not self._acceptance.waiting:
             # Resting has to be free: nothing was measured, so there is nothing else to learn.
             self._figures.rest(slots, capped)
@@ -419,10 +419,7 @@ class Controller:
         if len(self._unbooked) >= UNBOOKED:
             self._book()
         if seats.reads_confidence:
-            verified = np.arange(max(drafted.tolist())) < drafted[:, None]
-            overlap = np.zeros(verified.shape)
-            overlap[verified] = observation.overlap
-            self._acceptance.learn(Verification(slots, drafted, accepted, overlap), temperature)
+            self._acceptance.learn(Verification(slots, drafted, accepted, _overlap(observation)), temperature)
         else:
             self._acceptance.waiting = False
         self._tell(seats, observation, time)
@@ -456,6 +453,17 @@ class Controller:
         culprits = slots[running == longest]
         if longest > second and culprits.size:
             self._figures.blame(int(culprits[0]), (longest - second) * draft_step_ms * (len(lengths) - 1))
+
+
+def _overlap(observation: StepObservation) -> Floats:
+    """Overlaps as a table [R, K], K the longest draft; nothing where all requests are greedy, for nobody reads them."""
+    drafted = observation.num_draft_tokens
+    if not np.count_nonzero(observation.temperature):
+        return np.empty((drafted.size, 0))
+    verified = np.arange(max(drafted.tolist())) < drafted[:, None]
+    overlap = np.zeros(verified.shape)
+    overlap[verified] = observation.overlap
+    return overlap
 
 
 def _lengths(seats: _Seats, proposals: Sequence[Proposal]) -> tuple[Ints, Ints]:

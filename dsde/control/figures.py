@@ -55,8 +55,8 @@ class Figures:
         self._block[measured, KLD_LAST] = kld_sum / drafted
         self._block[measured, WVIR_LAST] = wvir
 
-    def rest(self, slots: Ints, capped: Floats) -> None:
-        """Add one step in which none of R distinct slots verified a draft; capped: [R], 0 or 1."""
+    def rest(self, slots: Ints, capped: Bools) -> None:
+        """Add one step in which none of R distinct slots verified a draft; capped: [R]."""
         rows = self._block.take(slots, 0)
         rows[:, STEPS : STEPS_OFF + 1] += 1.0
         rows[:, CAPPED] += capped

@@ -15,7 +15,7 @@ __all__ = ["Measured"]
 class Measured:
     """M rows, oldest step first.
 
-    slots, drafted, accepted: [M] int64. temperature, capped: [M]; capped: 1 where the plan cut the request's length.
+    slots, drafted, accepted: [M] int64. temperature, capped: [M]; capped: whether the plan cut the length.
     kld: [N] float64, nats; row r owns the next drafted[r] entries. kld_sum, kld_max, overlap_sum: [M], of its entries.
     usable: [M] bool, whether it has entries and all are finite. ignored: rows that have entries and are not usable.
     """
@@ -25,11 +25,11 @@ class Measured:
         *("kld_sum", "kld_max", "overlap_sum", "usable", "ignored"),
     )
 
-    def __init__(self, steps: Sequence[tuple[Ints, StepObservation, Floats]]) -> None:
+    def __init__(self, steps: Sequence[tuple[Ints, StepObservation, Bools]]) -> None:
         """steps: of each step its slots [R], what it measured, and capped [R]; oldest first."""
         observed = [observation for _, observation, _ in steps]
         self.slots: Ints = np.concatenate([slots for slots, _, _ in steps])
-        self.capped: Floats = np.concatenate([capped for _, _, capped in steps])
+        self.capped: Bools = np.concatenate([capped for _, _, capped in steps])
         self.drafted: Ints = np.concatenate([step.num_draft_tokens for step in observed])
         self.accepted: Ints = np.concatenate([step.num_accepted_tokens for step in observed])
         self.temperature: Numbers = np.concatenate([step.temperature for step in observed])

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dsde.control.arrays import ONE, Floats
+from dsde.control.arrays import ONE, Floats, Numbers
 
 __all__ = ["Logistic", "logit", "sigmoid"]
 
@@ -24,13 +24,13 @@ def sigmoid(x: Floats) -> Floats:
     return np.reciprocal(x, out=x)
 
 
-def logit(p: Floats, eps: float) -> Floats:
+def logit(p: Numbers, eps: float) -> Floats:
     """ln(p / (1 - p)), elementwise, of probabilities brought into eps..1 - eps; NaN stays NaN."""
     low, high = _bounds(eps)
-    p = np.maximum(p, low)
-    np.minimum(p, high, out=p)
-    odds = ONE - p
-    np.divide(p, odds, out=odds)
+    inside = np.maximum(p, low)
+    np.minimum(inside, high, out=inside)
+    odds = ONE - inside
+    np.divide(inside, odds, out=odds)
     return np.log(odds, out=odds)
 
 

@@ -23,7 +23,7 @@ def append(
         overlap=np.array([0.5 for step in klds for _ in step]),
         temperature=np.full(len(slots), temperature),
     )
-    history.append(Measured([(np.array(slots), observation, np.zeros(len(slots)))]))
+    history.append(Measured([(np.array(slots), observation, np.zeros(len(slots), dtype=np.bool_))]))
 
 
 def newest(history: History, slot: int) -> list[float]:
