@@ -91,7 +91,8 @@ class Acceptance:
         self._features[:, :, 4] = self._positions
         self._predicted = np.zeros((capacity, max_length))
         self._pending = np.zeros(capacity, dtype=np.int64)
-        self._sums = np.zeros((capacity, 2))
+        # Of each request's own verified slots: sum of labels, sum of weights.
+        self._labels, self._weights = np.zeros((2, capacity))
         self._seen = np.zeros(capacity, dtype=np.int64)
         self._sampled = np.zeros(capacity, dtype=np.int64)
         self._latest = 0
@@ -99,15 +100,17 @@ class Acceptance:
         idle = np.arange(FORGOTTEN)
         self._left = UNDRAFTED_MEMORY**idle
         self._left_once_verified = OWN_MEMORY * UNDRAFTED_MEMORY ** np.maximum(idle - 1.0, 0.0)
-        # Of all requests at each regime: [sum of labels, sum of weights].
+        # Of all requests at each regime, likewise.
         self._all = [(FIRST * FIRST_WEIGHT, FIRST_WEIGHT)] * 2
-        self._common = np.array([FIRST, FIRST])
+        self._own_prior = np.array(OWN_PRIOR)
+        self._set_common()
         self._spread = np.repeat(np.array([RESOLUTION_PRIOR] * 2)[:, :, None], max_length, axis=2)
         self._share = self._shares()
         # Each model's weights are a row of its kind's table, one row for each regime.
         self._before_weights, self._after_weights, self._onward_weights = (
             np.array([prior, prior]) for prior in (BEFORE_PRIOR, AFTER_PRIOR, ONWARD_PRIOR)
         )
+        self._by_position = self._before_weights[:, 4:5] * self._positions
         self._before = [Logistic(weights) for weights in self._before_weights]
         self._after = [Logistic(weights) for weights in self._after_weights]
         self._onward = [Logistic(weights) for weights in self._onward_weights]
@@ -123,7 +126,7 @@ class Acceptance:
     def start(self, slot: int) -> None:
         """Begin a request in `slot`: no drafts, no average of its own; it is taken to be as hot as the latest one."""
         self._pending[slot] = 0
-        self._sums[slot] = 0.0
+        self._labels[slot] = self._weights[slot] = 0.0
         self._seen[slot] = self._clock
         self._sampled[slot] = self._latest
         self._known = None
@@ -136,23 +139,26 @@ class Acceptance:
         known = self._known
         if known is not None and (known[0] is slots or np.array_equal(known[0], slots)):
             return known[1]
-        own = self._sums.take(slots, 0)
-        own *= self._left.take(self.undrafted(slots), mode="clip")[:, None]
-        return self._stand(slots, own, self._sampled.take(slots))
+        left = self._left.take(self.undrafted(slots), mode="clip")
+        return self._stand(
+            slots, self._labels.take(slots) * left, self._weights.take(slots) * left, self._sampled.take(slots)
+        )
 
-    def _stand(self, slots: Ints, own: Floats, sampled: Ints) -> Floats:
-        """Standings of requests whose sums are `own` [B, 2] by now, kept until the next step."""
+    def _stand(self, slots: Ints, labels: Floats, weights: Floats, sampled: Ints) -> Floats:
+        """Standings of requests whose own sums are `labels` and `weights` by now, kept until the next step."""
         size = slots.size
         average = np.empty(size + 2)
         average[size:] = self._common
-        prior = self._common.take(sampled)
-        prior *= OWN_PRIOR
-        prior += own[:, 0]
-        np.divide(prior, own[:, 1] + OWN_PRIOR, out=average[:size])
+        np.divide(labels + self._common_prior.take(sampled), weights + self._own_prior, out=average[:size])
         odds = logit(average, CLIP)
         standing = odds[:size] - odds[size:].take(sampled)
         self._known = slots, standing
         return standing
+
+    def _set_common(self) -> None:
+        """Averages of all requests at each regime, and what they weigh within a request's own."""
+        self._common = np.array([labels / weights for labels, weights in self._all])
+        self._common_prior = OWN_PRIOR * self._common
 
     def undrafted(self, slots: Ints) -> Ints:
         """[B] int64, decoding steps since each request's drafts were last verified, or since it began."""
@@ -175,7 +181,7 @@ class Acceptance:
         """
         sampled = self._sampled.take(slots)
         chance = self._before_slots(self.standing(slots), sampled)
-        evidence = np.array([weight for _, weight in self._all]) * ALL_MEMORY ** (self._clock - self._verified_at)
+        evidence = np.array([weights for _, weights in self._all]) * ALL_MEMORY ** (self._clock - self._verified_at)
         chance += np.sqrt(chance * (1.0 - chance) / evidence.take(sampled)[:, None])
         return np.multiply.accumulate(np.minimum(chance, 1.0), 1)
 
@@ -214,11 +220,11 @@ class Acceptance:
         if top_prob is not None and entropy is not None:
             top_prob, entropy = top_prob[:, :depth], entropy[:, :depth]
             finite = np.isfinite(top_prob) & np.isfinite(entropy)
-            informed = np.count_nonzero(finite) == finite.size
+            informed = bool(np.count_nonzero(finite) == finite.size)
             if not informed:
                 informed = np.logical_and.reduce(finite, 1)
                 top_prob, entropy = (np.nan_to_num(x, nan=0.5, posinf=0.5, neginf=0.5) for x in (top_prob, entropy))
-            rows[:, :depth, 1] = logit(top_prob, CLIP)
+            rows[:, :depth, 1] = logit(top_prob.astype(np.float64), CLIP)
             np.subtract(entropy, ONE, out=rows[:, :depth, 2])
         predicted = sigmoid(np.vecdot(rows, self._after_weights.take(sampled, 0)[:, None]))
         if informed is not True:
@@ -250,7 +256,8 @@ class Acceptance:
             )
             overlap = overlap[known]
         labels = self._first_slots.take(accepted, 0)
-        real = self._first_slots.take(np.minimum(accepted + ONE_DRAFT, drafted), 0)
+        reached = accepted + ONE_DRAFT
+        real = self._first_slots.take(np.minimum(reached, drafted), 0)
         some_sampled = np.count_nonzero(sampled) > 0
         if some_sampled:
             width = min(self._max_length, overlap.shape[1])
@@ -258,8 +265,7 @@ class Acceptance:
             np.copyto(labels[:, :width], soft, where=(sampled > 0)[:, None])
             real *= np.isfinite(labels)
         weight = real
-        unread = pending > drafted
-        unread &= accepted >= drafted
+        unread = np.minimum(pending, reached) > drafted
         some_unread = np.count_nonzero(unread) > 0
         # Where the weight is 0, labels need only be finite.
         if some_sampled or some_unread:
@@ -272,21 +278,21 @@ class Acceptance:
             drawn_only = self._first_slots.take(pending, 0) - verified
             weight = np.where(unread[:, None] & (drawn_only > 0.0), reach, real)
 
-        sums = np.empty((rows, 2))
-        np.vecdot(weight, labels, out=sums[:, 0])
-        np.add.reduce(weight, 1, out=sums[:, 1])
-        kept = self._sums.take(slots, 0)
-        kept *= self._left_once_verified.take(self.undrafted(slots), mode="clip")[:, None]
-        kept += sums
-        self._sums[slots] = kept
-        self._seen[slots] = self._clock
-        self._all = [(ALL_MEMORY * labelled, ALL_MEMORY * weighed) for labelled, weighed in self._all]
+        left = self._left_once_verified.take(self.undrafted(slots), mode="clip")
+        own_labels, own_weights = self._labels.take(slots), self._weights.take(slots)
+        own_labels *= left
+        own_weights *= left
+        new_labels, new_weights = np.vecdot(weight, labels), np.add.reduce(weight, 1)
+        own_labels += new_labels
+        own_weights += new_weights
+        self._labels[slots], self._weights[slots], self._seen[slots] = own_labels, own_weights, self._clock
+        self._all = [(ALL_MEMORY * labels_, ALL_MEMORY * weights_) for labels_, weights_ in self._all]
         for regime, mine in self._regimes(sampled):
-            labelled, weighed = np.add.reduce(sums[mine], 0).tolist()
-            self._all[regime] = self._all[regime][0] + labelled, self._all[regime][1] + weighed
+            labels_, weights_ = self._all[regime]
+            self._all[regime] = labels_ + sum(new_labels[mine].tolist()), weights_ + sum(new_weights[mine].tolist())
             self._verified_at[regime] = self._clock
-        self._common = np.array([labelled / weighed for labelled, weighed in self._all])
-        self._stand(slots, kept, sampled)
+        self._set_common()
+        self._stand(slots, own_labels, own_weights, sampled)
 
         features, informed = self._features.take(slots, 0), self._informed.take(slots)
         self._lessons.append(_Lesson(sampled, features, labels, weight, real, informed, pending))
@@ -333,6 +339,7 @@ class Acceptance:
                 (self._onward[regime], onward, reached),
             ):
                 model.learn(x.reshape(-1, FEATURES), labels.reshape(-1), w.reshape(-1), steps)
+        self._by_position = self._before_weights[:, 4:5] * self._positions
         self._share = self._shares()
 
     def _resolve(self, regime: int, features: Floats, blind: Floats, drafted: Floats, steps: int) -> None:
@@ -351,4 +358,4 @@ class Acceptance:
         """[B, L], each slot's acceptance given its predecessors', from standings `own` [B]."""
         weights = self._before_weights.take(sampled, 0)
         base = weights[:, 0] + weights[:, 3] * own
-        return sigmoid(base[:, None] + weights[:, 4:5] * self._positions)
+        return sigmoid(base[:, None] + self._by_position.take(sampled, 0))

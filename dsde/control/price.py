@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsde.control.arrays import Floats
+from dsde.control.arrays import ONE, Floats
 
 __all__ = ["Costs", "Price", "best_price"]
 
@@ -46,7 +46,7 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
     # Tokens and counts that the threshold decides, one above the other.
     unresolved = np.empty((2, *survival.shape))
     np.subtract(survival, resolved, out=unresolved[0])
-    np.subtract(1.0, share, out=unresolved[1])
+    np.subtract(ONE, share, out=unresolved[1])
     decided = b""
     for _ in range(ITERATIONS):
         threshold = rate * costs.token
