@@ -92,7 +92,7 @@ class Acceptance:
         self._predicted = np.zeros((capacity, max_length))
         self._pending = np.zeros(capacity, dtype=np.int64)
         # Of each request's own verified slots: sum of labels, sum of weights.
-        self._labels, self._weights = np.zeros((2, capacity))
+        self._labelled, self._weighed = np.zeros((2, capacity))
         self._seen = np.zeros(capacity, dtype=np.int64)
         self._sampled = np.zeros(capacity, dtype=np.int64)
         self._latest = 0
@@ -126,7 +126,7 @@ class Acceptance:
     def start(self, slot: int) -> None:
         """Begin a request in `slot`: no drafts, no average of its own; it is taken to be as hot as the latest one."""
         self._pending[slot] = 0
-        self._labels[slot] = self._weights[slot] = 0.0
+        self._labelled[slot] = self._weighed[slot] = 0.0
         self._seen[slot] = self._clock
         self._sampled[slot] = self._latest
         self._known = None
@@ -141,15 +141,15 @@ class Acceptance:
             return known[1]
         left = self._left.take(self.undrafted(slots), mode="clip")
         return self._stand(
-            slots, self._labels.take(slots) * left, self._weights.take(slots) * left, self._sampled.take(slots)
+            slots, self._labelled.take(slots) * left, self._weighed.take(slots) * left, self._sampled.take(slots)
         )
 
-    def _stand(self, slots: Ints, labels: Floats, weights: Floats, sampled: Ints) -> Floats:
-        """Standings of requests whose own sums are `labels` and `weights` by now, kept until the next step."""
+    def _stand(self, slots: Ints, labelled: Floats, weighed: Floats, sampled: Ints) -> Floats:
+        """Standings of requests whose own sums are `labelled` and `weighed` by now, kept until the next step."""
         size = slots.size
         average = np.empty(size + 2)
         average[size:] = self._common
-        np.divide(labels + self._common_prior.take(sampled), weights + self._own_prior, out=average[:size])
+        np.divide(labelled + self._common_prior.take(sampled), weighed + self._own_prior, out=average[:size])
         odds = logit(average, CLIP)
         standing = odds[:size] - odds[size:].take(sampled)
         self._known = slots, standing
@@ -157,7 +157,7 @@ class Acceptance:
 
     def _set_common(self) -> None:
         """Averages of all requests at each regime, and what they weigh within a request's own."""
-        self._common = np.array([labels / weights for labels, weights in self._all])
+        self._common = np.array([labelled / weighed for labelled, weighed in self._all])
         self._common_prior = OWN_PRIOR * self._common
 
     def undrafted(self, slots: Ints) -> Ints:
@@ -181,7 +181,7 @@ class Acceptance:
         """
         sampled = self._sampled.take(slots)
         chance = self._before_slots(self.standing(slots), sampled)
-        evidence = np.array([weights for _, weights in self._all]) * ALL_MEMORY ** (self._clock - self._verified_at)
+        evidence = np.array([weighed for _, weighed in self._all]) * ALL_MEMORY ** (self._clock - self._verified_at)
         chance += np.sqrt(chance * (1.0 - chance) / evidence.take(sampled)[:, None])
         return np.multiply.accumulate(np.minimum(chance, 1.0), 1)
 
@@ -218,14 +218,15 @@ class Acceptance:
         rows[:, :, 3] = own[:, None]
         informed: Bools | bool = False
         if top_prob is not None and entropy is not None:
-            top_prob, entropy = top_prob[:, :depth], entropy[:, :depth]
-            finite = np.isfinite(top_prob) & np.isfinite(entropy)
+            said = np.array((top_prob[:, :depth], entropy[:, :depth]), dtype=np.float64)
+            finite = np.isfinite(said)
             informed = bool(np.count_nonzero(finite) == finite.size)
             if not informed:
-                informed = np.logical_and.reduce(finite, 1)
-                top_prob, entropy = (np.nan_to_num(x, nan=0.5, posinf=0.5, neginf=0.5) for x in (top_prob, entropy))
-            rows[:, :depth, 1] = logit(top_prob.astype(np.float64), CLIP)
-            np.subtract(entropy, ONE, out=rows[:, :depth, 2])
+                informed = np.logical_and.reduce(finite, axis=(0, 2))
+                said[~finite] = 0.5
+            said[0] = logit(said[0], CLIP)
+            said[1] -= ONE
+            rows[:, :depth, 1:3] = said.transpose(1, 2, 0)
         predicted = sigmoid(np.vecdot(rows, self._after_weights.take(sampled, 0)[:, None]))
         if informed is not True:
             predicted = np.where(np.asarray(informed)[..., None], predicted, self._before_slots(own, sampled))
@@ -279,20 +280,20 @@ class Acceptance:
             weight = np.where(unread[:, None] & (drawn_only > 0.0), reach, real)
 
         left = self._left_once_verified.take(self.undrafted(slots), mode="clip")
-        own_labels, own_weights = self._labels.take(slots), self._weights.take(slots)
-        own_labels *= left
-        own_weights *= left
-        new_labels, new_weights = np.vecdot(weight, labels), np.add.reduce(weight, 1)
-        own_labels += new_labels
-        own_weights += new_weights
-        self._labels[slots], self._weights[slots], self._seen[slots] = own_labels, own_weights, self._clock
-        self._all = [(ALL_MEMORY * labels_, ALL_MEMORY * weights_) for labels_, weights_ in self._all]
+        own_labelled, own_weighed = self._labelled.take(slots), self._weighed.take(slots)
+        own_labelled *= left
+        own_weighed *= left
+        new_labelled, new_weighed = np.vecdot(weight, labels), np.add.reduce(weight, 1)
+        own_labelled += new_labelled
+        own_weighed += new_weighed
+        self._labelled[slots], self._weighed[slots], self._seen[slots] = own_labelled, own_weighed, self._clock
+        self._all = [(ALL_MEMORY * labelled, ALL_MEMORY * weighed) for labelled, weighed in self._all]
         for regime, mine in self._regimes(sampled):
-            labels_, weights_ = self._all[regime]
-            self._all[regime] = labels_ + sum(new_labels[mine].tolist()), weights_ + sum(new_weights[mine].tolist())
+            labelled, weighed = self._all[regime]
+            self._all[regime] = labelled + sum(new_labelled[mine].tolist()), weighed + sum(new_weighed[mine].tolist())
             self._verified_at[regime] = self._clock
         self._set_common()
-        self._stand(slots, own_labels, own_weights, sampled)
+        self._stand(slots, own_labelled, own_weighed, sampled)
 
         features, informed = self._features.take(slots, 0), self._informed.take(slots)
         self._lessons.append(_Lesson(sampled, features, labels, weight, real, informed, pending))

@@ -189,8 +189,8 @@ class Controller:
         self._capped[seats.slots] = caps < wanted
         planned = np.minimum(wanted, caps).tolist()
         by_id = dict(zip(seats.ids, planned, strict=True))
-        stops = [(proposal.stop, group.ids) for proposal, group in zip(proposals, seats.groups, strict=True)]
-        return SpeculationPlan(max(planned), by_id, combine(stops, by_id), seats.reads_confidence)
+        stop = combine([proposal.stop for proposal in proposals], [group.ids for group in seats.groups], by_id)
+        return SpeculationPlan(max(planned), by_id, stop, seats.reads_confidence)
 
     def trim(self, plan: SpeculationPlan, room: Mapping[str, int]) -> SpeculationPlan:
         """Final lengths of the drafts just drawn, for the scheduler to cut them to: call it after observe().

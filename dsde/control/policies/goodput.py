@@ -130,7 +130,10 @@ class Goodput(Policy):
             return lengths
         survival, drafted = batch.acceptance.drafts(batch.slots)
         worth = np.add.reduce(survival > self._threshold, 1)
-        return np.minimum(lengths, worth, out=lengths.copy(), where=drafted.astype(np.bool_))
+        kept = np.minimum(lengths, worth)
+        if np.count_nonzero(drafted) < drafted.size:
+            np.copyto(kept, lengths, where=drafted == 0)
+        return kept
 
     def _rests_on(self, batch: Batch) -> bool:
         """Whether speculation rests and nothing has changed: then the decision stands for a few steps."""
