@@ -63,9 +63,10 @@ class Verification:
 
 
 class _Lesson(NamedTuple):
-    """What R requests' drafts were like and what became of them. sampled, informed, pending: [R]; the others [R, L, ...].
+    """What R requests' drafts were like, and what became of them.
 
-    real: 1 where the slot was verified. informed: whether the drafter said anything of its `pending` slots.
+    sampled, informed, pending: [R]; informed: whether the drafter said anything of the `pending` slots it drafted.
+    features: [R, L, FEATURES]. labels, weight, real: [R, L]; real: 1 where the slot was verified, up to a rejection.
     """
 
     sampled: Ints
@@ -322,11 +323,11 @@ class Acceptance:
 
     def _study(self) -> None:
         """Teach the models all that was gathered since the last time."""
-        lessons = _Lesson(*(np.concatenate(column) for column in zip(*self._lessons, strict=True)))
+        columns: list[np.ndarray] = [np.concatenate(column) for column in zip(*self._lessons, strict=True)]
         steps = len(self._lessons)
         self._lessons.clear()
-        for regime, where in self._regimes(lessons.sampled):
-            _, features, labels, weight, real, informed, pending = (column[where] for column in lessons)
+        for regime, where in self._regimes(columns[0]):
+            _, features, labels, weight, real, informed, pending = (column[where] for column in columns)
             informed = self._first_slots.take(pending, 0) * informed[:, None]
             blind = features.copy()
             blind[:, :, 1:3] = 0.0

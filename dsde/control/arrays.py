@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ONE", "ZERO", "Bools", "Floats", "Ints", "Numbers", "first_slots"]
+__all__ = ["ONE", "Bools", "Floats", "Ints", "Numbers", "first_slots"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -13,9 +13,8 @@ Bools = NDArray[np.bool_]
 Numbers = NDArray[np.float32] | NDArray[np.float64]
 """Measurements arrive in single precision; sums over them are kept in double."""
 
-ZERO: Ints = np.array(0)
 ONE: Floats = np.array(1.0)
-"""As arrays: on small arrays numpy takes longer to convert a number than to compute with it."""
+"""As an array: on small arrays numpy takes longer to convert a number than to compute with it."""
 
 
 def first_slots(length: int) -> Floats:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from dsde.control.acceptance import Acceptance, Verification
-from dsde.control.arrays import ZERO, Bools, Floats, Ints
+from dsde.control.arrays import Bools, Floats, Ints
 from dsde.control.cost import StepCost, StepTime
 from dsde.control.figures import EMPTY, Figures
 from dsde.control.history import History, Newest, Recent
@@ -39,11 +39,11 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """The requests of one policy in a batch. part: where they are found in it. slots, limits: [B] int64."""
+    """The B requests of one policy in a batch, found at `part` of it. rows: request id -> row. slots, limits: [B]."""
 
     policy: Policy
     part: Ints | slice
-    ids: Sequence[str]
+    rows: dict[str, int]
     slots: Ints
     limits: Ints
 
@@ -181,7 +181,8 @@ class Controller:
             return SpeculationPlan()
         seats = self._seat(tuple(request_ids))
         usable = np.array(room, dtype=np.int64)
-        np.maximum(usable, ZERO, out=usable)
+        if min(room) < 0:
+            usable = np.maximum(usable, 0)
 
         proposals = [group.policy.plan(self._batch(seats, group, usable)) for group in seats.groups]
         lengths, caps = _lengths(seats, proposals)
@@ -189,7 +190,7 @@ class Controller:
         self._capped[seats.slots] = caps < wanted
         planned = np.minimum(wanted, caps).tolist()
         by_id = dict(zip(seats.ids, planned, strict=True))
-        stop = combine([proposal.stop for proposal in proposals], [group.ids for group in seats.groups], by_id)
+        stop = combine([proposal.stop for proposal in proposals], [group.rows for group in seats.groups], by_id)
         return SpeculationPlan(max(planned), by_id, stop, seats.reads_confidence)
 
     def trim(self, plan: SpeculationPlan, room: Mapping[str, int]) -> SpeculationPlan:
@@ -330,15 +331,15 @@ class Controller:
                 parts.setdefault(request.own or self._default, []).append(index)
         limits = self._limits.take(slots)
         if len(parts) < 2:
-            return [_Group(next(iter(parts), self._default), slice(None), ids, slots, limits)]
+            return [_Group(next(iter(parts), self._default), slice(None), _rows(ids), slots, limits)]
         return [
-            _Group(policy, np.array(part), [ids[index] for index in part], slots[part], limits[part])
+            _Group(policy, np.array(part), _rows([ids[index] for index in part]), slots[part], limits[part])
             for policy, part in parts.items()
         ]
 
     def _batch(self, seats: _Seats, group: _Group, usable: Ints) -> Batch:
         return Batch(
-            group.ids,
+            group.rows,
             group.slots,
             group.limits,
             np.minimum(usable[group.part], group.limits),
@@ -453,6 +454,10 @@ class Controller:
         culprits = slots[running == longest]
         if longest > second and culprits.size:
             self._figures.blame(int(culprits[0]), (longest - second) * draft_step_ms * (len(lengths) - 1))
+
+
+def _rows(ids: Sequence[str]) -> dict[str, int]:
+    return {request_id: row for row, request_id in enumerate(ids)}
 
 
 def _overlap(observation: StepObservation) -> Floats:

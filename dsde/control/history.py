@@ -18,6 +18,7 @@ WINDOW = 30
 """KLDs kept per request: the longest window of the paper, in verified positions."""
 AGES = np.arange(-WINDOW, 0)
 
+
 @dataclass(frozen=True, slots=True)
 class Newest:
     """The newest KLDs of B requests, all that signals read; float64 throughout, so that equal KLDs have variance 0.

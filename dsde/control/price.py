@@ -50,7 +50,7 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
     decided = b""
     for _ in range(ITERATIONS):
         threshold = rate * costs.token
-        above = survival > threshold
+        above = (survival > threshold).astype(np.float64)
         if above.tobytes() != decided:
             decided = above.tobytes()
             np.multiply(undecided, above, out=brings[:2])

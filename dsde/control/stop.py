@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,9 +14,9 @@ __all__ = ["combine"]
 
 
 def combine(
-    rules: Sequence[DraftStop | None], parts: Sequence[Sequence[str]], lengths: Mapping[str, int]
+    rules: Sequence[DraftStop | None], parts: Sequence[Iterable[str]], lengths: Mapping[str, int]
 ) -> DraftStop | None:
-    """One rule for a batch in parts, request ids, each with its own; a part without a rule drafts its planned lengths."""
+    """One rule for a batch in parts of request ids; a part without a rule of its own drafts its planned lengths."""
     if len(rules) == 1:
         return rules[0]
     if all(rule is None for rule in rules):

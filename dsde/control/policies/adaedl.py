@@ -84,7 +84,7 @@ class AdaEdl(Policy):
         thresholds = self._threshold.take(batch.slots).tolist()
         usable = np.minimum(lengths, batch.usable).tolist()
         rules = zip(thresholds, usable, strict=True)
-        return Proposal(lengths, lengths, EntropyStop(self.settings.gamma, dict(zip(batch.ids, rules, strict=True))))
+        return Proposal(lengths, lengths, EntropyStop(self.settings.gamma, dict(zip(batch.rows, rules, strict=True))))
 
     def observe(self, step: Step) -> None:
         """r <- .5 r + .5 rate; lambda' = lambda + .01 if r < .9, lambda - .01 if r > .9 and all were accepted; lambda

@@ -7,7 +7,7 @@ do nothing; a state of its own is kept per slot, and starts afresh whenever a sl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -58,12 +58,12 @@ class Proposal(NamedTuple):
 class Batch(NamedTuple):
     """The B requests of one policy that are about to draft, or have just drafted, and what the controller has learnt.
 
-    ids: B ids. slots: [B] int64. limits: [B] int64, the longest each may ever have. usable: [B] int64, the most that
-    it can use now, limit included. size: requests of the whole batch, of other policies too. trims: whether trim()
-    will follow the drafting. recall: the history of slots [B].
+    rows: request id -> row, in order. slots: [B] int64. limits: [B] int64, the longest each may ever have. usable:
+    [B] int64, the most that it can use now, limit included. size: requests of the whole batch, of other policies too.
+    trims: whether trim() will follow the drafting. recall: the history of slots [B].
     """
 
-    ids: Sequence[str]
+    rows: Mapping[str, int]
     slots: Ints
     limits: Ints
     usable: Ints

@@ -131,7 +131,7 @@ class Goodput(Policy):
         survival, drafted = batch.acceptance.drafts(batch.slots)
         worth = np.add.reduce(survival > self._threshold, 1)
         kept = np.minimum(lengths, worth)
-        if np.count_nonzero(drafted) < drafted.size:
+        if 0 in drafted.tolist():
             np.copyto(kept, lengths, where=drafted == 0)
         return kept
 
@@ -166,14 +166,13 @@ class Goodput(Policy):
 
     def _stop(self, batch: Batch, step_price: float) -> PriceStop:
         after, onward, own = batch.acceptance.inside(batch.slots)
-        rows = dict(zip(batch.ids, range(len(batch.ids)), strict=True))
-        return PriceStop(rows, after, onward, own, self._threshold, MARGIN * step_price)
+        return PriceStop(batch.rows, after, onward, own, self._threshold, MARGIN * step_price)
 
     def _probe(self, batch: Batch, costs: Costs) -> Ints:
         """[B], length 1 for a few requests when the rest has been long enough to pay for it, else 0."""
         lengths = np.zeros_like(batch.limits)
         self._probing = False
-        count = max(1, len(batch.ids) // PROBE_PART)
+        count = max(1, batch.slots.size // PROBE_PART)
         price = max(costs.draft + count * costs.token, self._probe_ms)
         if self._rested_ms * PROBE_SHARE < price:
             return lengths
