@@ -41,20 +41,20 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
     brings share * m (1 - h) + (1 - share) * max(0, m - h).
     """
     rate, depth = requests / costs.plain, 0
-    # What each slot brings: tokens and counts that the threshold decides, and what is brought whatever it is.
-    brings = np.empty((3, *survival.shape))
-    undecided, resolved = np.empty((2, *survival.shape)), brings[2]
-    np.multiply(share, survival, out=resolved)
-    np.subtract(survival, resolved, out=undecided[0])
-    np.subtract(ONE, share, out=undecided[1])
+    resolved = share * survival
+    sure = np.add.reduce(resolved, 0).tolist()
+    # Tokens and counts that the threshold decides, one above the other.
+    unresolved = np.empty((2, *survival.shape))
+    np.subtract(survival, resolved, out=unresolved[0])
+    np.subtract(ONE, share, out=unresolved[1])
     decided = b""
     for _ in range(ITERATIONS):
         threshold = rate * costs.token
         above = (survival > threshold).astype(np.float64)
         if above.tobytes() != decided:
             decided = above.tobytes()
-            np.multiply(undecided, above, out=brings[:2])
-            slots = [(tokens + sure, count + sure) for tokens, count, sure in np.add.reduce(brings, 1).T.tolist()]
+            decisions = zip(*np.vecdot(unresolved, above, axis=-2).tolist(), sure, strict=True)
+            slots = [(tokens + fixed, count + fixed) for tokens, count, fixed in decisions]
         best, emitted, count = _best_depth(slots, threshold, rate, costs.draft)
         if not best:
             break
