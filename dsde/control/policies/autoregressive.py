@@ -8,7 +8,7 @@ import numpy as np
 
 from dsde.control.arrays import Ints
 from dsde.control.history import Newest, Recent
-from dsde.control.policies.base import Policy, Proposal, Signals
+from dsde.control.policies.base import Batch, Policy, Proposal, Signals
 from dsde.control.policies.paper import Paper, PaperSettings
 
 __all__ = ["Autoregressive", "AutoregressiveSettings"]
@@ -36,4 +36,9 @@ class Autoregressive(Policy):
     def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """Zeros."""
         lengths = np.zeros_like(limits)
+        return Proposal(lengths, lengths)
+
+    def plan(self, batch: Batch) -> Proposal:
+        """Zeros, without a look at the history."""
+        lengths = np.zeros_like(batch.limits)
         return Proposal(lengths, lengths)

@@ -8,7 +8,7 @@ import numpy as np
 
 from dsde.control.arrays import Ints
 from dsde.control.history import Newest, Recent
-from dsde.control.policies.base import Policy, Proposal, Signals, check_number
+from dsde.control.policies.base import Batch, Policy, Proposal, Signals, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
 
 __all__ = ["Static", "StaticSettings"]
@@ -43,4 +43,9 @@ class Static(Policy):
     def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """min(K, limit) for each request."""
         lengths = np.minimum(limits, self._length)
+        return Proposal(lengths, lengths)
+
+    def plan(self, batch: Batch) -> Proposal:
+        """min(K, limit) for each request, without a look at the history."""
+        lengths = np.minimum(batch.limits, self._length)
         return Proposal(lengths, lengths)
