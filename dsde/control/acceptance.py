@@ -147,12 +147,9 @@ class Acceptance:
 
     def _stand(self, slots: Ints, labelled: Floats, weighed: Floats, sampled: Ints) -> Floats:
         """Standings of requests whose own sums are `labelled` and `weighed` by now, kept until the next step."""
-        size = slots.size
-        average = np.empty(size + 2)
-        average[size:] = self._common
-        np.divide(labelled + self._common_prior.take(sampled), weighed + self._own_prior, out=average[:size])
-        odds = logit(average, CLIP)
-        standing = odds[:size] - odds[size:].take(sampled)
+        average = (labelled + self._common_prior.take(sampled)) / (weighed + self._own_prior)
+        odds = logit(np.concatenate((average, self._common)), CLIP)
+        standing = odds[:-2] - odds[-2:].take(sampled)
         self._known = slots, standing
         return standing
 
@@ -260,7 +257,8 @@ class Acceptance:
         labels = self._first_slots.take(accepted, 0)
         reached = accepted + ONE_DRAFT
         real = self._first_slots.take(np.minimum(reached, drafted), 0)
-        some_sampled = np.count_nonzero(sampled) > 0
+        regimes = self._regimes(sampled)
+        some_sampled = regimes[-1][0] > 0
         if some_sampled:
             width = min(self._max_length, overlap.shape[1])
             soft = np.minimum(np.maximum(overlap[:, :width], 0.0), 1.0)
@@ -289,7 +287,7 @@ class Acceptance:
         own_weighed += new_weighed
         self._labelled[slots], self._weighed[slots], self._seen[slots] = own_labelled, own_weighed, self._clock
         self._all = [(ALL_MEMORY * labelled, ALL_MEMORY * weighed) for labelled, weighed in self._all]
-        for regime, mine in self._regimes(sampled):
+        for regime, mine in regimes:
             labelled, weighed = self._all[regime]
             self._all[regime] = labelled + sum(new_labelled[mine].tolist()), weighed + sum(new_weighed[mine].tolist())
             self._verified_at[regime] = self._clock

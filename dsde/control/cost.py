@@ -85,8 +85,10 @@ class Curve:
             self._start(size, time)
         predicted = max(self.at(size), 1e-9)
         smallest, largest = self._range
-        # Far from all sizes seen, the slope is a guess, and time may grow as fast as the size does.
-        bound = OUTLIER * max(1.0, size / largest, smallest / max(1, size))
+        bound = OUTLIER
+        if not smallest <= size <= largest:
+            # Far from all sizes seen, the slope is a guess, and time may grow as fast as the size does.
+            bound *= max(size / largest, smallest / max(1, size))
         if not predicted / bound <= time <= predicted * bound:
             self._strange += 1
             if self._strange < RESTART:
