@@ -47,7 +47,7 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
     unresolved = np.empty((2, *survival.shape))
     np.subtract(survival, resolved, out=unresolved[0])
     np.subtract(ONE, share, out=unresolved[1])
-    decided = b""
+    decided: bytes | None = None
     for _ in range(ITERATIONS):
         threshold = rate * costs.token
         above = (survival > threshold).astype(np.float64)
