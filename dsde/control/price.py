@@ -53,7 +53,7 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
         above = (survival > threshold).astype(np.float64)
         if above.tobytes() != decided:
             decided = above.tobytes()
-            decisions = zip(*np.vecdot(unresolved, above, axis=-2).tolist(), sure, strict=True)
+            decisions = zip(*np.vecdot(unresolved.swapaxes(1, 2), above.T).tolist(), sure, strict=True)
             slots = [(tokens + fixed, count + fixed) for tokens, count, fixed in decisions]
         best, emitted, count = _best_depth(slots, threshold, rate, costs.draft)
         if not best:

@@ -95,13 +95,15 @@ def main(arguments: list[str] | None = None) -> None:
         prog="controller_step.py",
         description="Time plan() + observe() + trim() of a Controller, histories full.",
         epilog=(
-            "The aim is 0.1 ms and 4 us more for each request; a batch of one misses it by a tenth. A median leaves out "
-            "the one step in eight that teaches the models, the mean does not. On a shared machine read "
+            "The aim is 0.1 ms and 4 us more for each request; a batch of one misses it by a tenth. A median leaves "
+            "out the one step in eight that teaches the models, the mean does not. On a shared machine read "
             "cpu_median_ms, which leaves out the time other processes took. "
             "Example: controller_step.py --policy reference --rounds 2000 --json"
         ),
     )
-    parser.add_argument("--policy", choices=policy_names(), default=DEFAULT_POLICY, help=f"policy (default: {DEFAULT_POLICY})")
+    parser.add_argument(
+        "--policy", choices=policy_names(), default=DEFAULT_POLICY, help=f"policy (default: {DEFAULT_POLICY})"
+    )
     parser.add_argument("--requests", type=int, default=256, help="requests that decode together (default: 256)")
     parser.add_argument("--drafts", type=int, default=4, help="draft tokens each of them verifies (default: 4)")
     parser.add_argument("--rounds", type=int, default=1000, help="steps that are timed, at least 2 (default: 1000)")
