@@ -7,7 +7,7 @@ first clean measurement gives it its scale in milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Curve", "StepCost", "StepTime"]
 
@@ -27,8 +27,7 @@ LOCAL_PRIOR = 4.0
 """Measurements at one size that the average there remembers, and that weigh as much as the line."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Times of one engine step, ms. verify: forward, verification and sampling. draft: all draft steps that followed.
 
     measured: whether verify is a measurement of decoding alone, without prompt tokens and without a pause.
@@ -44,28 +43,18 @@ class Curve:
 
     The line generalises and the averages follow staircases. Only the direction in (a, b) that a measurement excites is
     forgotten, so that a load that never varies keeps the slope it once learnt. prior: (a, b) up to a common factor.
+    line: (a, b), both at least 0.
     """
 
     def __init__(self, prior: tuple[float, float], sizes: int) -> None:
         self._prior = prior
         self._scaled = False
-        self._a, self._b = prior
+        self._a, self._b = self.line = prior
         self._information = (0.0, 0.0, 0.0)
         self._strange = 0
         self._range = (1, 1)
         self._ratio = [1.0] * (sizes + 1)
         self._count = [0.0] * (sizes + 1)
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """(a, b), both at least 0: the nearest admissible point in the metric of what was measured."""
-        a, b = self._a, self._b
-        aa, ab, bb = self._information
-        if b < 0.0:
-            return max(0.0, a + (ab / aa * b if aa else 0.0)), 0.0
-        if a < 0.0:
-            return 0.0, max(0.0, b + (ab / bb * a if bb else 0.0))
-        return a, b
 
     @property
     def scaled(self) -> bool:
@@ -88,7 +77,7 @@ class Curve:
     def rescale(self, unit: float) -> None:
         """Put the prior into ms, where nothing has been measured yet: (a, b) = prior * unit."""
         if not self._scaled:
-            self._a, self._b = self._prior[0] * unit, self._prior[1] * unit
+            self._a, self._b = self.line = self._prior[0] * unit, self._prior[1] * unit
 
     def learn(self, size: int, time: float) -> bool:
         """Take one measurement in ms; False where it was taken for a pause and ignored."""
@@ -96,8 +85,10 @@ class Curve:
             self._start(size, time)
         predicted = max(self.at(size), 1e-9)
         smallest, largest = self._range
-        # Far from all sizes seen, the slope is a guess, and time may grow as fast as the size does.
-        bound = OUTLIER * max(1.0, size / largest, smallest / max(1, size))
+        bound = OUTLIER
+        if not smallest <= size <= largest:
+            # Far from all sizes seen, the slope is a guess, and time may grow as fast as the size does.
+            bound *= max(size / largest, smallest / max(1, size))
         if not predicted / bound <= time <= predicted * bound:
             self._strange += 1
             if self._strange < RESTART:
@@ -112,7 +103,7 @@ class Curve:
     def _start(self, size: int, time: float) -> None:
         a, b = self._prior
         unit = time / (a + b * size)
-        self._a, self._b = a * unit, b * unit
+        self._a, self._b = self.line = a * unit, b * unit
         # Weak in both: where constant and slope trade against each other, a stiff one would hold the other.
         self._information = ((0.05 / time) ** 2, 0.0, (0.03 / max(self._b, 0.02 * time)) ** 2)
         self._scaled = True
@@ -140,11 +131,21 @@ class Curve:
             self._a += (bb - ab * x) * pull / determinant
             self._b += (aa * x - ab) * pull / determinant
 
-        a, b = self.line
+        a, b = self.line = self._admissible()
         if size < len(self._count):
             count = self._count[size] = min(self._count[size] + 1.0, LOCAL_MEMORY)
             ratio = time / max(a + b * x, 1e-9)
             self._ratio[size] += (min(OUTLIER, ratio) - self._ratio[size]) / count
+
+    def _admissible(self) -> tuple[float, float]:
+        """The admissible point that is nearest to (a, b) in the metric of what was measured."""
+        a, b = self._a, self._b
+        aa, ab, bb = self._information
+        if b < 0.0:
+            return max(0.0, a + (ab / aa * b if aa else 0.0)), 0.0
+        if a < 0.0:
+            return 0.0, max(0.0, b + (ab / bb * a if bb else 0.0))
+        return a, b
 
 
 class StepCost:
@@ -208,7 +209,7 @@ class StepCost:
             return StepTime(verify, 0.0, measured)
         step = self.draft(drafting)
         if draft_step_ms is not None and draft_step_ms > 0.0 and not has_prefill:
-            step = self._learn_draft(drafting, draft_step_ms, stoppable)
+            step = self._learn_draft(drafting, draft_step_ms, step, stoppable)
         return StepTime(verify, depth * step, measured)
 
     def _learn_verify(self, tokens: int, step_ms: float | None, has_prefill: bool) -> tuple[float, bool]:
@@ -217,8 +218,7 @@ class StepCost:
         self._draft.rescale(self._verify.line[0])
         return step_ms, True
 
-    def _learn_draft(self, requests: int, step_ms: float, stoppable: bool) -> float:
-        expected = self.draft(requests)
+    def _learn_draft(self, requests: int, step_ms: float, expected: float, stoppable: bool) -> float:
         if not stoppable or not self._draft.seen(requests):
             return step_ms if self._draft.learn(requests, step_ms) else expected
         if step_ms > OUTLIER * expected:

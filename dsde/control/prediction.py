@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
-from dsde.control.arrays import Floats
+from dsde.control.arrays import ONE, Floats, Numbers
 
 __all__ = ["Logistic", "logit", "sigmoid"]
 
@@ -18,17 +20,23 @@ def sigmoid(x: Floats) -> Floats:
     """1 / (1 + e^-x), elementwise; `x` itself becomes the result."""
     np.negative(x, out=x)
     np.exp(x, out=x)
-    x += 1.0
+    x += ONE
     return np.reciprocal(x, out=x)
 
 
-def logit(p: Floats, eps: float) -> Floats:
+def logit(p: Numbers, eps: float) -> Floats:
     """ln(p / (1 - p)), elementwise, of probabilities brought into eps..1 - eps; NaN stays NaN."""
-    p = np.maximum(p, eps)
-    np.minimum(p, 1.0 - eps, out=p)
-    odds = 1.0 - p
-    np.divide(p, odds, out=odds)
+    low, high = _bounds(eps)
+    inside = np.maximum(p, low)
+    np.minimum(inside, high, out=inside)
+    odds = ONE - inside
+    np.divide(inside, odds, out=odds)
     return np.log(odds, out=odds)
+
+
+@lru_cache(maxsize=8)
+def _bounds(eps: float) -> tuple[Floats, Floats]:
+    return np.array(eps), np.array(1.0 - eps)
 
 
 class Logistic:
