@@ -428,7 +428,8 @@ class Controller:
     def _tell(self, seats: _Seats, observation: StepObservation, time: StepTime) -> None:
         """Tell the policies how the step went."""
         size = len(seats.ids)
-        plain_ms = self._cost.verify(size)
+        # When the machine is slow, a plain step would have been slow too.
+        plain_ms = self._cost.verify(size) * time.pace
         drafted, accepted = observation.num_draft_tokens, observation.num_accepted_tokens
         for group in seats.groups:
             part = group.part

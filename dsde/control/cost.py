@@ -16,6 +16,8 @@ DRAFT_PRIOR = (0.12, 0.0)
 """Constant and slope, in units of the constant part of one verification."""
 
 FORGETTING = 0.995
+DOUBT = 1.25
+"""A verification further than this factor from what its size takes shows that the machine's speed has changed."""
 OUTLIER = 4.0
 """A time further than this factor from its prediction is a pause, or the machine has changed."""
 RESTART = 8
@@ -30,12 +32,14 @@ LOCAL_PRIOR = 4.0
 class StepTime(NamedTuple):
     """Times of one engine step, ms. verify: forward, verification and sampling. draft: all draft steps that followed.
 
-    measured: whether verify is a measurement of decoding alone, without prompt tokens and without a pause.
+    measured: whether verify is a measurement of decoding alone, without prompt tokens and without a pause. pace: how
+    much slower the machine was than is known of it, 1 unless that is beyond doubt.
     """
 
     verify: float
     draft: float
     measured: bool
+    pace: float
 
 
 class Curve:
@@ -205,12 +209,14 @@ class StepCost:
         stoppable: whether a rule could end the drafting after each of them.
         """
         verify, measured = self._learn_verify(tokens, step_ms, has_prefill)
+        slowness = verify / self.verify(tokens)
+        pace = slowness / min(DOUBT, max(1.0 / DOUBT, slowness))
         if not depth or not drafting:
-            return StepTime(verify, 0.0, measured)
+            return StepTime(verify, 0.0, measured, pace)
         step = self.draft(drafting)
         if draft_step_ms is not None and draft_step_ms > 0.0 and not has_prefill:
             step = self._learn_draft(drafting, draft_step_ms, step, stoppable)
-        return StepTime(verify, depth * step, measured)
+        return StepTime(verify, depth * step, measured, pace)
 
     def _learn_verify(self, tokens: int, step_ms: float | None, has_prefill: bool) -> tuple[float, bool]:
         if step_ms is None or step_ms <= 0.0 or has_prefill or not self._verify.learn(tokens, step_ms):

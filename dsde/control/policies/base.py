@@ -84,7 +84,7 @@ class Step(NamedTuple):
 
     size: requests that decoded in the step, of other policies too. verify_ms, draft_ms: times of the step's two halves
     for the whole batch, draft_ms 0 where nothing was drafted after it. plain_ms: expected time of a step in which the
-    same requests decode without speculation.
+    same requests decode without speculation, on a machine as slow as it was in this step.
     """
 
     slots: Ints
