@@ -1,0 +1,184 @@
+"""Ours against a bare vLLM: both servers up at once, the same traffic at one and then at the other, round by round.
+
+Only one of them has requests at a time, so neither takes the other's cores. Ratios are taken within a round, whose two
+halves lie side by side in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from dsde.bench.progress import Progress
+from dsde.config import DsdeConfig
+from loadtest.drive import Drive
+from loadtest.figures import Slo, Summary, complaints, summarise
+from loadtest.http import HttpSender
+from loadtest.options import Options
+from loadtest.plan import HTTP
+from loadtest.records import Record
+from loadtest.report import write_report
+from loadtest.server import Server
+from loadtest.session import console, planned
+
+__all__ = ["FIGURES", "ours", "ratios", "run", "vllm"]
+
+DSDE = "dsde"
+FIGURES: dict[str, Callable[[Summary], float | None]] = {
+    "tokens/s": lambda one: one.tokens_per_s or None,
+    "TTFT p50 ms": lambda one: one.ttft_ms[0] if one.ttft_ms else None,
+    "TTFT p95 ms": lambda one: one.ttft_ms[1] if one.ttft_ms else None,
+    "inter-token p99 ms": lambda one: one.inter_token_ms[2] if one.inter_token_ms else None,
+    "per token p50 ms": lambda one: one.tpot_ms[0] if one.tpot_ms else None,
+    "end to end p50 ms": lambda one: one.e2e_ms[0] if one.e2e_ms else None,
+}
+_PLUGIN = ("scheduler_cls", "worker_cls", "additional_config", "per_request_spec_decode_metrics")
+
+
+def run(chosen: Options, config: DsdeConfig) -> int:
+    """Start both, measure, print the ratios; the exit code: 0, or 1 where a request failed.
+
+    Ctrl-C ends it after the last whole round, which is reported.
+    """
+    assert chosen.against is not None
+    records: dict[str, list[Record]] = {DSDE: [], chosen.against: []}
+    rounds: list[dict[str, list[Record]]] = []
+    with Progress() as progress, ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        servers = {DSDE: ours(config, place), chosen.against: vllm(config, chosen.against, place)}
+        for name, server in servers.items():
+            progress.stage(f"starting {name}")
+            stack.enter_context(server)
+        try:
+            for number in range(chosen.rounds):
+                order = list(servers) if number % 2 == 0 else list(reversed(servers))
+                rounds.append({})
+                for name in order:
+                    progress.stage(f"round {number + 1} of {chosen.rounds}: {name}")
+                    seed = chosen.manner.seed + number
+                    rounds[-1][name] = asyncio.run(_half(chosen, seed, servers[name].url, name))
+                    records[name] += rounds[-1][name]
+        except KeyboardInterrupt:
+            rounds = [one for one in rounds if len(one) == len(servers)]
+            if not rounds:
+                raise
+    _tell(rounds, chosen)
+    if chosen.report is not None:
+        for name, own in records.items():
+            print(
+                write_report(chosen.report / name.replace(":", "-"), own, chosen.slo, {**chosen.about, "server": name})
+            )
+    faults = [line for name, own in records.items() for line in _faults(name, own)]
+    for line in faults:
+        print(f"dsde loadtest: FAILED: {line}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def ours(config: DsdeConfig, scratch: Path) -> Server:
+    """`dsde serve` with one replica, on free ports."""
+    section = config.model_dump(mode="json")
+    section["serving"] |= {"replicas": 1, "port": 0, "grpc_port": 0, "dashboard_port": 0}
+    # JSON is YAML too.
+    file = scratch / "dsde.yaml"
+    file.write_text(json.dumps(section))
+    # The file is the whole configuration already; what the environment says of it is in there.
+    environment = {name: value for name, value in os.environ.items() if not (name.startswith("DSDE_") and "__" in name)}
+    command = [sys.executable, "-m", "dsde.cli", "serve", "--config", str(file)]
+    return Server(DSDE, command, environment, scratch / "dsde.log", announced=r"OpenAI API\s+(\S+)/v1")
+
+
+def vllm(config: DsdeConfig, name: str, scratch: Path) -> Server:
+    """`vllm serve` with the same engine arguments, less the plugin: `vllm` without a draft model, `vllm:K` with vLLM's
+    own fixed speculation length K.
+    """
+    from dsde.engine.plugin import cli_flags, engine_arguments, engine_environment
+
+    arguments = {key: value for key, value in engine_arguments(config).items() if key not in _PLUGIN}
+    speculative = arguments.pop("speculative_config")
+    _, _, length = name.partition(":")
+    if length:
+        kept = {key: speculative[key] for key in ("method", "model", "draft_sample_method")}
+        arguments["speculative_config"] = {**kept, "num_speculative_tokens": int(length)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(arguments.pop("model"))]
+    command += [*cli_flags(arguments), "--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, **engine_environment(config)}
+    return Server(name, command, environment, scratch / "vllm.log", url=f"http://127.0.0.1:{port}")
+
+
+async def _half(chosen: Options, seed: int, url: str, name: str) -> list[Record]:
+    senders = {HTTP: HttpSender(url, chosen.api_key)}
+    drive = Drive(senders, chosen.timeout_s, server=name)
+    try:
+        await drive.run(planned(chosen, seed=seed))
+    finally:
+        await senders[HTTP].close()
+    return sorted(drive.records, key=lambda one: one.scheduled_s)
+
+
+def ratios(rounds: Sequence[Mapping[str, Sequence[Record]]], slo: Slo) -> dict[str, float | None]:
+    """Figure -> ours over the other's, the geometric mean of the rounds' ratios; None where a round lacks it."""
+    found: dict[str, float | None] = {}
+    for figure, of in FIGURES.items():
+        logs = []
+        for halves in rounds:
+            mine, theirs = (of(summarise(halves[name], slo)) for name in halves_in_order(halves))
+            if not mine or not theirs:
+                break
+            logs.append(math.log(mine / theirs))
+        found[figure] = math.exp(sum(logs) / len(logs)) if logs and len(logs) == len(rounds) else None
+    return found
+
+
+def halves_in_order(halves: Mapping[str, Any]) -> tuple[str, str]:
+    """(ours, the other), in whichever order they ran."""
+    (other,) = (name for name in halves if name != DSDE)
+    return DSDE, other
+
+
+def _tell(rounds: Sequence[Mapping[str, Sequence[Record]]], chosen: Options) -> None:
+    names = halves_in_order(rounds[0])
+    found = ratios(rounds, chosen.slo)
+    grid = Table(title=f"dsde against {names[1]}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for title in ("figure", *names, "ratio"):
+        grid.add_column(title, justify="left" if title == "figure" else "right")
+    for figure, of in FIGURES.items():
+        halves = [[of(summarise(one[name], chosen.slo)) for one in rounds] for name in names]
+        grid.add_row(figure, *(_mean(one) for one in halves), _number(found[figure], ".2f"))
+    console().print(grid)
+    console().print(
+        f"One replica each, the same {len(rounds[0][DSDE])} requests a round at both, in turn. Figures are means over "
+        f"{len(rounds)} rounds, ratios geometric means of ours over the other's: above 1 is more speed for tokens/s, "
+        "more time for the others. Below saturation tokens/s is what the rate asks for; raise --rate to compare speed.",
+        highlight=False,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return _number(sum(known) / len(known) if known else None, ".1f")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _faults(name: str, records: Sequence[Record]) -> list[str]:
+    """complaints(), less the figures that a bare vLLM has no part in."""
+    lines = complaints(records)
+    if name != DSDE:
+        lines = [line for line in lines if "without dsde" not in line and "without speculative_decoding" not in line]
+    return [f"{name}: {line}" for line in lines]
