@@ -14,8 +14,10 @@ from ray.serve import Application, Deployment
 
 from deployments.ingress import OpenAIIngress
 from deployments.replica import EngineReplica
+from deployments.router import router_config
 from dsde.config import DsdeConfig, from_values
 from dsde.engine.plugin import engine_environment
+from dsde.telemetry.setup import check_environment, replica_environment
 
 __all__ = ["build_app", "configuration", "policy_config"]
 
@@ -27,7 +29,8 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     Raises ValueError naming the setting, its value and what is accepted.
     """
     config = configuration(args)
-    environment = engine_environment(config)
+    check_environment(config.telemetry)
+    environment = engine_environment(config) | replica_environment()
     # A type checker sees the classes, not the deployments that the decorators make of them.
     replica: Deployment = EngineReplica
     ingress: Deployment = OpenAIIngress
@@ -35,6 +38,7 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
         num_replicas=config.serving.replicas,
         max_ongoing_requests=config.serving.max_ongoing_requests,
         max_queued_requests=config.serving.max_queued_requests,
+        request_router_config=router_config(config.serving.router),
         user_config=policy_config(config.speculation.policy, config.speculation.settings),
         ray_actor_options={
             "num_cpus": config.serving.cpus_per_replica,

@@ -10,6 +10,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.util import metrics as ray_metrics
 
 from deployments.rpc.service import InferenceService
 from dsde.config import DsdeConfig
@@ -45,11 +46,18 @@ class OpenAIIngress(InferenceService):
         from dsde.engine.openai_app import build_openai_app
         from dsde.engine.plugin import served_name
         from dsde.engine.remote import RemoteEngineClient
+        from dsde.telemetry.setup import start
 
+        replica = serve.get_replica_context().replica_id.unique_id
+        start(self._config.telemetry, served_name(self._config), replica, ray_metrics)
         # A replica's own resolved configuration: what was true where the engine runs is not resolved again here.
         vllm_config = await self._engines.vllm_config.remote()
         client = RemoteEngineClient(
-            vllm_config, self._generate, self._check_engines, max_length=self._config.speculation.max_length
+            vllm_config,
+            self._generate,
+            self._check_engines,
+            max_length=self._config.speculation.max_length,
+            record_content=self._config.telemetry.record_content,
         )
         app = await build_openai_app(client, served_name(self._config), self._config.serving.tool_call_parser)
         self.offer(TextGeneration(client, app.state), self._config.speculation.max_length)

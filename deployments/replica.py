@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.util import metrics as ray_metrics
 
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
@@ -37,11 +38,15 @@ class EngineReplica:
     def __init__(self, config: DsdeConfig) -> None:
         # Imported here: the process that only builds the application needs no vLLM.
         from dsde.engine.local import LocalEngine
+        from dsde.engine.plugin import served_name
+        from dsde.telemetry.setup import start
 
         self._config = config
         self._policy = (config.speculation.policy, dict(config.speculation.settings))
         self._taken = 0
-        self._engine = LocalEngine.start(config)
+        replica = serve.get_replica_context().replica_id.unique_id
+        telemetry = start(config.telemetry, served_name(config), replica, ray_metrics)
+        self._engine = LocalEngine.start(config, telemetry)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Switch the policy; Serve calls this once at the start and at every change of user_config.
@@ -90,6 +95,10 @@ class EngineReplica:
         except Exception:
             return False
         return True
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What Serve hands to the routers of this deployment, once in a period."""
+        return self._engine.routing_stats().to_dict()
 
     async def load(self) -> dict[str, int]:
         """`taken`: requests since the start; `unfinished`: those the engine still has, waiting ones included."""

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from deployments.rpc.proxy import grpc_options, proxy_environment
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
 from dsde.engine.plugin import served_name
+from dsde.telemetry.setup import check_environment, serve_environment
 
 __all__ = ["run", "switch_policy"]
 
@@ -48,6 +50,16 @@ class _Stopped(BaseException):
     """SIGINT or SIGTERM."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """Where the application listens."""
+
+    http: int
+    grpc: int
+    dashboard: int
+    metrics: int
+
+
 class _Progress:
     """Lines with the seconds since the start."""
 
@@ -66,18 +78,16 @@ def run(config: DsdeConfig) -> int:
     progress = _Progress()
     try:
         with _stop_signals():
-            port = _free_port("serving.port", config.serving.host, config.serving.port)
-            grpc_port = _free_port("serving.grpc_port", config.serving.host, config.serving.grpc_port)
-            dashboard_port = _free_port("serving.dashboard_port", "127.0.0.1", config.serving.dashboard_port)
+            ports = _free_ports(config)
+            _check_telemetry(config)
             _check_cores(config)
             # Twice, because Ray takes the signals over when it starts.
-            with _local_ray(config, dashboard_port, progress), _stop_signals():
+            with _local_ray(config, ports, progress), _stop_signals():
                 _check_gpus(config)
-                dashboard = f"http://127.0.0.1:{dashboard_port}"
-                client = _serve_client(dashboard)
-                _deploy(config, client, port, grpc_port, progress)
+                client = _serve_client(f"http://127.0.0.1:{ports.dashboard}")
+                _deploy(config, client, ports, progress)
                 _await_ready(client, progress)
-                print(_banner(config, port, grpc_port, dashboard), flush=True)
+                print(_banner(config, ports), flush=True)
                 while True:
                     signal.pause()
     except _Stopped:
@@ -131,6 +141,16 @@ def _stop_signals() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+def _free_ports(config: DsdeConfig) -> _Ports:
+    serving, loopback = config.serving, "127.0.0.1"
+    return _Ports(
+        http=_free_port("serving.port", serving.host, serving.port),
+        grpc=_free_port("serving.grpc_port", serving.host, serving.grpc_port),
+        dashboard=_free_port("serving.dashboard_port", loopback, serving.dashboard_port),
+        metrics=_free_port("telemetry.metrics_port", loopback, config.telemetry.metrics_port),
+    )
+
+
 def _free_port(setting: str, host: str, port: int) -> int:
     """`port`, or a free one when it is 0."""
     with socket.socket() as probe:
@@ -143,6 +163,13 @@ def _free_port(setting: str, host: str, port: int) -> int:
                 f"{setting} = {port} on {host}: {reason}; free the port or choose another (0 = any free one)"
             ) from None
         return int(probe.getsockname()[1])
+
+
+def _check_telemetry(config: DsdeConfig) -> None:
+    try:
+        check_environment(config.telemetry)
+    except ValueError as error:
+        raise _Refused(str(error)) from None
 
 
 def _check_cores(config: DsdeConfig) -> None:
@@ -169,14 +196,14 @@ def _check_gpus(config: DsdeConfig) -> None:
 
 
 @contextmanager
-def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> Iterator[None]:
+def _local_ray(config: DsdeConfig, ports: _Ports, progress: _Progress) -> Iterator[None]:
     """A Ray of our own for the time of the block; afterwards none of its processes is left."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     progress.say("starting Ray")
     try:
         for attempt in range(1, _RAY_ATTEMPTS + 1):
             try:
-                _start_ray(config, dashboard_port)
+                _start_ray(config, ports)
                 break
             except Exception as error:
                 # Ray gives its node half a minute, which a busy machine may not keep.
@@ -190,10 +217,11 @@ def _local_ray(config: DsdeConfig, dashboard_port: int, progress: _Progress) -> 
         _stop_ray()
 
 
-def _start_ray(config: DsdeConfig, dashboard_port: int) -> None:
-    os.environ.update(proxy_environment(config.serving))
+def _start_ray(config: DsdeConfig, ports: _Ports) -> None:
     # A replica that is killed takes its engine's process, and the memory that holds, with it.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
+    # Serve's proxy runs in no runtime environment of an application.
+    os.environ.update(proxy_environment(config.serving) | serve_environment(config.telemetry))
     ray.init(
         address="local",
         num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),
@@ -202,7 +230,8 @@ def _start_ray(config: DsdeConfig, dashboard_port: int) -> None:
         dashboard_host="127.0.0.1",
         # Ray's own ports stay on loopback too.
         _node_ip_address="127.0.0.1",
-        dashboard_port=dashboard_port,
+        dashboard_port=ports.dashboard,
+        _metrics_export_port=ports.metrics,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
@@ -225,15 +254,15 @@ def _end(processes: list[psutil.Process]) -> None:
         _, alive = psutil.wait_procs(alive, timeout=patience_s)
 
 
-def _deploy(config: DsdeConfig, client: ServeSubmissionClient, port: int, grpc_port: int, progress: _Progress) -> None:
+def _deploy(config: DsdeConfig, client: ServeSubmissionClient, ports: _Ports, progress: _Progress) -> None:
     progress.say(
         f"deploying {config.serving.replicas} engine replica(s) of {served_name(config)} and the ingress: "
         "each loads vLLM, then the target and the draft"
     )
     body = {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": config.serving.host, "port": port},
-        "grpc_options": grpc_options(grpc_port),
+        "http_options": {"host": config.serving.host, "port": ports.http},
+        "grpc_options": grpc_options(ports.grpc),
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         "applications": [
             {
@@ -289,23 +318,24 @@ def _command() -> str:
     return str(command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command)
 
 
-def _banner(config: DsdeConfig, port: int, grpc_port: int, dashboard: str) -> str:
+def _banner(config: DsdeConfig, ports: _Ports) -> str:
     host = "127.0.0.1" if config.serving.host in ("0.0.0.0", "::") else config.serving.host
-    url = f"http://{host}:{port}"
+    url = f"http://{host}:{ports.http}"
     name = served_name(config)
     return f"""
 dsde serves {name} with policy {config.speculation.policy}
 
   OpenAI API     {url}/v1
-  gRPC           {host}:{grpc_port}
+  gRPC           {host}:{ports.grpc}
   health         {url}/health
-  Ray dashboard  {dashboard}  (asks for the token that `ray get-auth-token` prints)
+  Ray dashboard  http://127.0.0.1:{ports.dashboard}  (asks for the token that `ray get-auth-token` prints)
+  Prometheus     http://127.0.0.1:{ports.metrics}/metrics
   Ray address    {ray.get_runtime_context().gcs_address}
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
 
-  {_command()} client --grpc --address {host}:{grpc_port} "What is speculative decoding?"
+  {_command()} client --grpc --address {host}:{ports.grpc} "What is speculative decoding?"
 
 Ctrl-C stops it.
 """

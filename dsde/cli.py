@@ -77,6 +77,22 @@ examples:
 load has the batch "1-4-16-32-4-1", and its static-opt is the best single length for the whole run.
 """
 
+_SIMULATE = """\
+Compare request routers on modelled replicas, in seconds and without an engine.
+
+Every policy gets the same arrivals. stability_aware is the scoring code that serves; two_random_choices is what Ray
+Serve does by itself. Acceptance comes from recorded traces, step times from learnt costs.
+"""
+_SIMULATE_EXAMPLES = """\
+examples:
+  dsde simulate
+  dsde simulate --mix shared_prefix --replicas 16 --load 0.8 --runs 5 --json routing.json
+  dsde simulate --trace high.jsonl.gz --trace low.jsonl.gz --policies stability_aware,shortest_queue
+
+mixes: mixed, uniform, long_outputs, long_prompts, shared_prefix, stragglers, slow_replica (one replica at half speed)
+--json writes {"policies": {NAME: {"p50_ms", "p99_ms", "tokens_per_s", "straggler_share", ...}}, "simulated": {...}}
+"""
+
 
 _REPLAY = """\
 Replay policies on recorded traces with any step costs, without an engine, and report how far each stays behind oracles.
@@ -142,6 +158,13 @@ examples:
 """
 
 
+_TOP_EXAMPLES = """\
+examples:
+  dsde top
+  dsde top --url http://127.0.0.1:8080/metrics --once
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 the work failed, 2 the options or the configuration are not usable."""
     options = _parser().parse_args(arguments)
@@ -181,6 +204,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_settings(serve, _OPTIONS | _SERVING_OPTIONS)
     serve.set_defaults(command=_serve)
+
+    top = commands.add_parser(
+        "top",
+        help="watch the replicas of a running application",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Show requests, speed and speculation of every replica, refreshed until Ctrl-C.",
+        epilog=_TOP_EXAMPLES,
+    )
+    top.add_argument(
+        "--url", help="Prometheus endpoint that `dsde serve` prints; default: every Ray node on record here"
+    )
+    top.add_argument("--once", action="store_true", help="print one table and exit")
+    top.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="time between refreshes (2)")
+    top.set_defaults(command=_top)
 
     engine_args = commands.add_parser(
         "engine-args",
@@ -231,6 +268,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_loadtest(loadtest)
     loadtest.set_defaults(command=_loadtest)
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="compare request routers on modelled replicas",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_SIMULATE,
+        epilog=_SIMULATE_EXAMPLES,
+    )
+    _add_simulate(simulate)
+    simulate.set_defaults(command=_simulate)
 
     models = commands.add_parser("models", help="prepare and list the models dsde brings along")
     actions = models.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -337,6 +384,23 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--plot", type=Path, metavar="DIR", help="draw the pictures, PNG and SVG")
 
 
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    # Values stay text: dsde.simulate.session checks them and names the option.
+    parser.add_argument("--replicas", metavar="N", default="8", help="engine replicas, 1 to 256 (8)")
+    parser.add_argument("--load", metavar="SHARE", default="0.7", help="share of what full replicas complete (0.7)")
+    parser.add_argument("--mix", metavar="NAME", default="mixed", help="what is sent, see below (mixed)")
+    parser.add_argument("--requests", metavar="M", help="requests of a run (250 for each replica)")
+    parser.add_argument("--seed", metavar="S", default="0", help="seed of the first run (0)")
+    parser.add_argument("--runs", metavar="R", default="1", help="runs, each with the next seed; figures are means (1)")
+    parser.add_argument("--policies", metavar="NAME,...", default="all", help="who takes part (all)")
+    parser.add_argument("--machine", metavar="NAME", default="gpu-mixed", help="step costs: cpu, gpu-mem, gpu-mixed")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", action="append", help="recorded acceptance, may be given several times"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latencies and throughput, as PNG or SVG")
+
+
 def _add_loadtest(parser: argparse.ArgumentParser) -> None:
     # Values stay text: loadtest.options checks them and names the option.
     what = parser.add_argument_group("what is sent")
@@ -426,6 +490,12 @@ def _serve(options: argparse.Namespace) -> int:
     return int(run(config) or 0)
 
 
+def _top(options: argparse.Namespace) -> int:
+    from dsde.top import run
+
+    return run(options.url, once=options.once, interval_s=options.interval)
+
+
 def _engine_args(options: argparse.Namespace) -> int:
     config = _configuration(options)
     # vLLM logs to stdout, where a caller expects one JSON object.
@@ -496,6 +566,12 @@ def _loadtest(options: argparse.Namespace) -> int:
     from loadtest.against import run as run_against
 
     return run_against(chosen, _configuration(options))
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from dsde.simulate.session import run
+
+    return run(options)
 
 
 def _prepare(options: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ __all__ = [
     "ModelConfig",
     "ServingConfig",
     "SpeculationConfig",
+    "TelemetryConfig",
     "explain",
     "from_values",
     "load",
@@ -102,6 +103,9 @@ class ServingConfig(_Section):
     cpus_per_replica: float = Field(1.0, gt=0, description="CPU cores, and on CPU engine threads, of one replica")
     gpus_per_replica: float = Field(1.0, ge=0, description="GPUs of one replica; device=gpu only")
     max_ongoing_requests: int = Field(64, ge=1, description="requests a replica takes before they queue at the router")
+    router: Literal["stability_aware", "power_of_two"] = Field(
+        "stability_aware", description="how a request finds its replica; power_of_two is Ray Serve's own"
+    )
     tool_call_parser: str | None = Field(
         "hermes", description="vLLM's parser for the tool calls that the model writes; null refuses tools"
     )
@@ -113,6 +117,15 @@ class ServingConfig(_Section):
     dashboard_port: int = Field(8265, ge=0, le=65535, description="Ray dashboard, on loopback only")
 
 
+class TelemetryConfig(_Section):
+    """Metrics and traces. Where OTLP goes, and how, stands in the standard OTEL_* variables."""
+
+    enabled: bool = Field(True, description="metrics, and traces where an OTLP endpoint is set")
+    prometheus: bool = Field(True, description="show dsde's and vLLM's metrics on Ray's Prometheus endpoint")
+    metrics_port: int = Field(0, ge=0, le=65535, description="port of that endpoint; 0: any free one")
+    record_content: bool = Field(False, description="record prompts and answers in spans")
+
+
 class DsdeConfig(BaseSettings):
     """dsde's settings. Environment names join the path with two underscores: DSDE_SPECULATION__POLICY=static."""
 
@@ -122,6 +135,7 @@ class DsdeConfig(BaseSettings):
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
     serving: ServingConfig = ServingConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @classmethod
     def settings_customise_sources(

@@ -15,7 +15,7 @@ _STRUCTURE = {"json_schema": "json", "regex": "regex"}
 _ABOUT_STRUCTURE = re.compile("grammar|regex|json", re.IGNORECASE)
 _LONGEST_VALUE = 200
 _LONGEST_ID = 128
-_OPTIONS = {"policy": "vllm_xargs.dsde_policy", "max_length": "vllm_xargs.dsde_max_length"}
+_OPTIONS = {field.name: f"vllm_xargs.dsde_{field.name}" for field in pb.SpeculationOptions.DESCRIPTOR.fields}
 # OpenAI's name of a field, as vLLM's errors have it, to the message's.
 _FIELDS = {
     **{field.name: f"sampling.{field.name}" for field in pb.SamplingParams.DESCRIPTOR.fields},

@@ -121,6 +121,11 @@ class Controller:
         """The default policy."""
         return self._default
 
+    @property
+    def cost(self) -> StepCost:
+        """What was learnt of the steps' costs."""
+        return self._cost
+
     def admit(
         self,
         request_id: str,
@@ -266,6 +271,11 @@ class Controller:
         else:
             column = EMPTY if request.parked is None else request.parked
         return self._figures.summary(column, (request.own or self._default).name, request.limit)
+
+    def calibrating(self, request_id: str) -> bool:
+        """Whether the request's calibration goes on; True before its first plan, False for an unknown id."""
+        request = self._requests.get(request_id)
+        return request is not None and (request.slot is None or self._history.calibrating(request.slot))
 
     def finish(self, request_id: str) -> RequestSpeculation | None:
         """The request's last figures; everything it held is freed. None for an unknown id, so calling twice is safe."""

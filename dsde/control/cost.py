@@ -67,6 +67,11 @@ class Curve:
             return 0.0, max(0.0, b + (ab / bb * a if bb else 0.0))
         return a, b
 
+    @property
+    def scaled(self) -> bool:
+        """Whether anything has been measured."""
+        return self._scaled
+
     def at(self, size: int) -> float:
         """Expected time at x = size."""
         a, b = self.line
@@ -149,6 +154,16 @@ class StepCost:
         self._verify = Curve(VERIFY_PRIOR, capacity * (1 + max_length))
         self._draft = Curve(DRAFT_PRIOR, capacity)
         self._sync = self._syncs = 0.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether a verification has been measured, so that times are in ms."""
+        return self._verify.scaled
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(a, b): a step of t tokens takes about a + b t."""
+        return self._verify.line
 
     @property
     def token(self) -> float:

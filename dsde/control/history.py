@@ -100,6 +100,10 @@ class History:
         """Change where the calibration of slots [B] ends; the draft tokens verified so far count towards it."""
         self._state[slots, WARMUP] = warmup_tokens
 
+    def calibrating(self, slot: int) -> bool:
+        """Whether the slot's request has verified fewer draft tokens than its calibration takes."""
+        return bool(self._state[slot, 2] < self._state[slot, WARMUP])
+
     def append(
         self,
         slots: Ints,

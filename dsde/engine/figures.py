@@ -13,7 +13,7 @@ from typing import Any
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from dsde.engine.transport import FIGURES_KEY
+from dsde.engine.transport import EVENTS_KEY, FIGURES_KEY
 
 __all__ = ["FiguredSpecDecodeMetrics", "attach_figures"]
 
@@ -37,7 +37,7 @@ def attach_figures(output: RequestOutput, num_spec_tokens: int) -> None:
     carried = output.kv_transfer_params
     if not carried or FIGURES_KEY not in carried:
         return
-    others = {key: value for key, value in carried.items() if key != FIGURES_KEY}
+    others = {key: value for key, value in carried.items() if key not in (FIGURES_KEY, EVENTS_KEY)}
     output.kv_transfer_params = others or None
     if not output.outputs:
         return

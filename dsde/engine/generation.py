@@ -28,6 +28,7 @@ from vllm.exceptions import RetryableRequestError, VLLMError, VLLMValidationErro
 from vllm.outputs import RequestOutput
 from vllm.tracing import contains_trace_headers, extract_trace_headers
 
+from dsde.engine.hint import note_hint
 from dsde.engine.refusal import RequestRefused
 from dsde.engine.remote import EnginesFull
 
@@ -98,7 +99,7 @@ class TextGeneration:
     async def start(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Generation:
         """Check and render a body of /v1/chat/completions (it has `messages`) or /v1/completions, and start it.
 
-        headers: those that came with it, lower-case names; a trace context among them goes on to the engine.
+        headers: those that came with it, lower-case names; trace context and hint among them go on to the engine.
         Raises RequestRefused.
         """
         try:
@@ -107,17 +108,18 @@ class TextGeneration:
             raise refusal(error, started=False) from error
 
     async def _start(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Generation:
+        note_hint(headers)
         request: ChatCompletionRequest | CompletionRequest
         reasoning: dict[str, Any] = {}
         if "messages" in body:
-            serving = self._chat
+            serving, prefix = self._chat, "chatcmpl"
             request = ChatCompletionRequest(**body)
             rendered = _accepted(await serving.render_chat_request(request))[1]
             max_tokens = request.max_completion_tokens
             # As for a chat over HTTP without a reasoning parser; it decides where a grammar takes hold.
             reasoning["reasoning_ended"] = request.resolve_reasoning_ended(None, [])
         else:
-            serving = self._completion
+            serving, prefix = self._completion, "cmpl"
             request = CompletionRequest(**body)
             rendered = _accepted(await serving.render_completion_request(request))
             max_tokens = request.max_tokens
@@ -136,7 +138,8 @@ class TextGeneration:
         outputs = self._client.generate(
             prompt,
             params,
-            request.request_id,
+            # As over HTTP, where the prefix tells logs and spans which of the two it is.
+            f"{prefix}-{request.request_id}",
             trace_headers=extract_trace_headers(headers) if contains_trace_headers(headers) else None,
             **reasoning,
         )

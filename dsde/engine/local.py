@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dsde.config import DsdeConfig
+from dsde.engine.finished import finished_request
 from dsde.engine.plugin import engine_arguments
 from dsde.engine.remote import EngineUnavailable, GenerateCall
+from dsde.engine.routing import RoutingRecord
+from dsde.engine.stat_logger import EngineLoad
+from dsde.routing.stats import ReplicaStats
+from dsde.telemetry.setup import Telemetry
+from dsde.telemetry.tracing import headers_of
 
 __all__ = ["EngineStartError", "LocalEngine"]
 
@@ -30,20 +38,29 @@ class EngineStartError(RuntimeError):
 
 
 class LocalEngine:
-    """An AsyncLLM under DSDE control."""
+    """An AsyncLLM under DSDE control. telemetry: where its requests and steps are booked, None for nowhere."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(
+        self, engine: AsyncLLM, load: EngineLoad, routing: RoutingRecord, telemetry: Telemetry | None = None
+    ) -> None:
         self._engine = engine
+        self._load, self._routing = load, routing
+        self._telemetry = telemetry
 
     @classmethod
-    def start(cls, config: DsdeConfig) -> LocalEngine:
+    def start(cls, config: DsdeConfig, telemetry: Telemetry | None = None) -> LocalEngine:
         """Load the models and start the engine's process; takes tens of seconds.
 
         Raises EngineStartError.
         """
         offsets = _output_sizes()
+        arguments = engine_arguments(config)
+        if telemetry is not None:
+            arguments |= _telemetry_arguments(arguments, telemetry)
+        load, routing = EngineLoad(telemetry), RoutingRecord(config.engine.max_num_seqs, config.speculation.policy)
         try:
-            return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config))))
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
+            return cls(engine, load, routing, telemetry)
         except Exception as error:
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error
 
@@ -57,12 +74,14 @@ class LocalEngine:
 
         Raises EngineUnavailable when the engine has died, VLLMValidationError for what it refuses.
         """
+        traced = self._telemetry is not None and self._telemetry.traces_endpoint is not None
+        start, last, error = time.perf_counter(), None, None
         outputs = self._engine.generate(
             dict(call.prompt),
             call.sampling_params,
             call.request_id,
             lora_request=call.lora_request,
-            trace_headers=call.trace_headers,
+            trace_headers=(headers_of() or call.trace_headers) if traced else None,
             priority=call.priority,
             session_id=call.session_id,
             reasoning_ended=call.reasoning_ended,
@@ -73,10 +92,22 @@ class LocalEngine:
                 # The client has the prompt; sending it back with every token would cost more than the token.
                 output.prompt = None
                 output.prompt_token_ids = None
+                if output.finished:
+                    self._routing.finish(call, output)
+                last = output
                 yield output
         except EngineDeadError:
+            error = EngineDeadError.__name__
             raise EngineUnavailable("the engine of this request died; send it again") from None
+        except (asyncio.CancelledError, GeneratorExit):
+            error = None if last is not None and last.finished else "cancelled"
+            raise
+        except Exception as raised:
+            error = type(raised).__name__
+            raise
         finally:
+            if self._telemetry is not None:
+                self._telemetry.metrics.request(finished_request(call, last, time.perf_counter() - start, error))
             await outputs.aclose()
 
     async def check_health(self) -> None:
@@ -88,6 +119,10 @@ class LocalEngine:
         """Requests this engine has not finished, waiting ones included."""
         return self._engine.get_num_unfinished_requests()
 
+    def routing_stats(self) -> ReplicaStats:
+        """What routers are to know of this engine now; draining once it has died."""
+        return self._routing.publish(self._load, self.num_unfinished_requests, draining=self._engine.errored)
+
     async def set_policy(self, name: str, settings: Mapping[str, Any]) -> None:
         """Switch the policy of the requests that choose none themselves, from the next step on."""
         await self._engine.collective_rpc("set_speculation_policy", args=(name, dict(settings)))
@@ -95,6 +130,17 @@ class LocalEngine:
     def shutdown(self) -> None:
         """Stop the engine's process and wait for it."""
         self._engine.shutdown()
+
+
+def _telemetry_arguments(arguments: Mapping[str, Any], telemetry: Telemetry) -> dict[str, Any]:
+    """What makes the engine send its steps and, where spans go somewhere, its own spans."""
+    additional = arguments.get("additional_config") or {}
+    changed: dict[str, Any] = {
+        "additional_config": {**additional, "dsde": {**additional.get("dsde", {}), "telemetry": True}}
+    }
+    if telemetry.traces_endpoint is not None:
+        changed["otlp_traces_endpoint"] = telemetry.traces_endpoint
+    return changed
 
 
 def _output_sizes() -> dict[Path, int]:

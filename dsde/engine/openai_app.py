@@ -1,6 +1,6 @@
 """vLLM's own OpenAI application over any EngineClient: chat templates, tools, logprobs, structured output, SSE.
 
-Nothing of the API is ours; what is decided here is which of vLLM's switches are on.
+Nothing of the API is ours but one header, `x-dsde-hint`; what is decided here is which of vLLM's switches are on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from dsde.engine.hint import HintHeader
+
 __all__ = ["build_openai_app"]
 
 
@@ -26,6 +28,7 @@ async def build_openai_app(client: EngineClient, served_name: str, tool_call_par
     tasks = await client.get_supported_tasks()
     arguments = _arguments(client.model_config.model, served_name, tool_call_parser)
     app = build_app(arguments, tasks, client.model_config)
+    app.add_middleware(HintHeader)
     await init_app_state(client, app.state, arguments, tasks)
     # vLLM's error handler asks this server to exit when its engine has died; ours outlives its engines.
     app.state.server = SimpleNamespace()

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from dsde.control.policies import build_policy, policy_names
+from dsde.routing.request import HINT, MAX_HINT
 
 __all__ = ["RequestOptions", "choosable_policies", "parse"]
 
@@ -25,6 +26,8 @@ class RequestOptions:
 
     policy: name of the policy that sets this request's speculation length.
     max_length: longest speculation length of this request in draft tokens, 0 = no speculation.
+
+    The third option, dsde_hint, is for the router, which reads it by itself.
     """
 
     policy: str | None = None
@@ -39,11 +42,14 @@ def parse(extra_args: Mapping[str, Any] | None, max_length: int) -> RequestOptio
     """
     given = {key: value for key, value in (extra_args or {}).items() if key.startswith(_PREFIX)}
     for key in given:
-        if key not in (_POLICY, _MAX_LENGTH):
-            raise _refusal(key, given[key], f"there is no such option; accepted: {_POLICY}, {_MAX_LENGTH}")
+        if key not in (_POLICY, _MAX_LENGTH, HINT):
+            raise _refusal(key, given[key], f"there is no such option; accepted: {_POLICY}, {_MAX_LENGTH}, {HINT}")
     policy = given.get(_POLICY)
     if policy is not None and policy not in (accepted := choosable_policies(max_length)):
         raise _refusal(_POLICY, policy, f"accepted: {', '.join(accepted)}")
+    hint = given.get(HINT)
+    if hint is not None and (not isinstance(hint, str) or not 1 <= len(hint) <= MAX_HINT):
+        raise _refusal(HINT, hint, f"accepted: a name of 1 to {MAX_HINT} characters")
     length = given.get(_MAX_LENGTH)
     # bool is an int to Python, and JSON's true is no length.
     if length is not None and (type(length) is not int or not 0 <= length <= max_length):

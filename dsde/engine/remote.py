@@ -7,7 +7,7 @@ reaches an engine is its own affair. Token ids and sampling parameters cross, te
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -16,15 +16,18 @@ from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.renderers import renderer_from_config
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from dsde.engine.figures import attach_figures
+from dsde.engine.hint import with_hint
 from dsde.engine.options import parse
+from dsde.engine.transport import EVENTS_KEY, FIGURES_KEY
+from dsde.telemetry.tracing import RequestSpan
 
-__all__ = ["EngineUnavailable", "EnginesFull", "Generate", "GenerateCall", "RemoteEngineClient"]
+__all__ = ["EngineUnavailable", "EnginesFull", "Generate", "GenerateCall", "RemoteEngineClient", "trace_output"]
 
 
 class EngineUnavailable(Exception):
@@ -66,10 +69,17 @@ class RemoteEngineClient(EngineClient):
         as they are, and EngineUnavailable when no engine can answer.
     check_engines: raises EngineUnavailable when no engine is healthy.
     max_length: longest speculation length in draft tokens.
+    record_content: whether a traced request's span records its prompt and its answer.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, generate: Generate, check_engines: Callable[[], Awaitable[None]], max_length: int
+        self,
+        vllm_config: VllmConfig,
+        generate: Generate,
+        check_engines: Callable[[], Awaitable[None]],
+        max_length: int,
+        *,
+        record_content: bool = False,
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
@@ -78,6 +88,7 @@ class RemoteEngineClient(EngineClient):
         self._generate = generate
         self._check_engines = check_engines
         self._max_length = max_length
+        self._record_content = record_content
 
     def generate(
         self,
@@ -99,9 +110,10 @@ class RemoteEngineClient(EngineClient):
         """Check the request at once, then stream its outputs.
 
         Not a coroutine: a refused option must raise before a streaming answer has sent its status. Raises
-        VLLMValidationError for a bad `dsde_*` option or a cache-transfer parameter, TypeError for a prompt that vLLM's
-        renderer did not make.
+        VLLMValidationError for a bad `dsde_*` option, a bad hint in a header or a cache-transfer parameter, TypeError
+        for a prompt that vLLM's renderer did not make.
         """
+        sampling_params.extra_args = with_hint(sampling_params.extra_args)
         parse(sampling_params.extra_args, self._max_length)
         for field in ("kv_transfer_params", "ec_transfer_params"):
             if field in (sampling_params.extra_args or {}):
@@ -122,17 +134,39 @@ class RemoteEngineClient(EngineClient):
         return self._stream(call, prompt_text or prompt.get("prompt"))
 
     async def _stream(self, call: GenerateCall, prompt_text: str | None) -> AsyncGenerator[RequestOutput, None]:
-        outputs = self._generate(call)
+        prompt_ids = call.prompt.get("prompt_token_ids")
+        span = self._span(call)
+        span.prompt(len(prompt_ids or ()), prompt_text)
+        outputs = self._generate(replace(call, trace_headers=span.headers or None))
+        error: BaseException | None = None
         try:
-            async for output in outputs:
+            while True:
+                # Current only while the engine is asked: what is yielded from here runs in the caller's own context.
+                with span.current():
+                    output = await anext(outputs, None)
+                if output is None:
+                    break
                 output.prompt = prompt_text
-                output.prompt_token_ids = call.prompt.get("prompt_token_ids")
+                output.prompt_token_ids = prompt_ids
+                trace_output(span, output, call.sampling_params.output_kind is RequestOutputKind.CUMULATIVE)
                 attach_figures(output, self._max_length)
                 yield output
-        except EngineUnavailable as error:
-            raise RetryableRequestError(str(error)) from error
+        except EngineUnavailable as raised:
+            error = raised
+            raise RetryableRequestError(str(raised)) from raised
+        except BaseException as raised:
+            # A generator that is closed after the last output has not failed.
+            error = None if isinstance(raised, GeneratorExit) and span.finished else raised
+            raise
         finally:
+            span.end(error)
             await outputs.aclose()
+
+    def _span(self, call: GenerateCall) -> RequestSpan:
+        model = str(self.model_config.served_model_name)
+        return RequestSpan(
+            model, call.request_id, call.sampling_params, call.trace_headers, content=self._record_content
+        )
 
     async def check_health(self) -> None:
         """Raise EngineDeadError, which the OpenAI application answers as 503, when no engine is healthy."""
@@ -162,7 +196,8 @@ class RemoteEngineClient(EngineClient):
         return EngineDeadError()
 
     async def is_tracing_enabled(self) -> bool:
-        return False
+        """True, so that vLLM's application hands over a client's trace headers; whether anybody traces shows later."""
+        return True
 
     async def do_log_stats(self) -> None:
         """Engines log their own."""
@@ -219,6 +254,15 @@ class RemoteEngineClient(EngineClient):
 
     async def resume_generation(self) -> None:
         raise _refused("resume_generation")
+
+
+def trace_output(span: RequestSpan, output: RequestOutput, cumulative: bool) -> None:
+    """Tell the span of one output, before its figures leave the place where they came in."""
+    for answer in output.outputs:
+        span.tokens(answer.index, len(answer.token_ids), answer.text, answer.finish_reason, cumulative=cumulative)
+    carried = output.kv_transfer_params
+    if output.finished and carried and FIGURES_KEY in carried:
+        span.figures(carried[FIGURES_KEY], carried.get(EVENTS_KEY, ()))
 
 
 def _refused(call: str) -> NotImplementedError:

@@ -14,14 +14,28 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan
+from dsde.engine.events import Events
 from dsde.engine.options import RequestOptions, parse
-from dsde.engine.transport import FIGURES_KEY, attach_plan, observation, plan_of, report_of
+from dsde.engine.tally import Tally
+from dsde.engine.transport import (
+    ENGINE_KEY,
+    EVENTS_KEY,
+    FIGURES_KEY,
+    attach_plan,
+    attach_step,
+    engine_costs,
+    observation,
+    plan_of,
+    report_of,
+)
 from dsde.engine.vllm_internals import require_supported_vllm
+from dsde.telemetry.tracing import is_sampled
 
 __all__ = ["DsdeAsyncScheduler", "DsdeScheduler"]
 
@@ -66,6 +80,10 @@ class _Speculation(Scheduler):
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._plan = SpeculationPlan()
         self._left_behind: set[str] = set()
+        # Nobody under plain `vllm serve` would read them.
+        self._sends_steps = bool(settings.get("telemetry", False))
+        self._tally = Tally()
+        self._events = Events(self.controller)
 
     def add_request(self, request: Request) -> None:
         new = request.request_id not in self.requests
@@ -73,6 +91,8 @@ class _Speculation(Scheduler):
         if new and request.sampling_params is not None:
             options = self._options(request)
             self.controller.admit(request.request_id, policy=options.policy, max_length=options.max_length)
+            if self._sends_steps and is_sampled(request.trace_headers):
+                self._events.admit(request.request_id)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -81,14 +101,21 @@ class _Speculation(Scheduler):
         self._left_behind.update(report.left_behind)
         if report.policy_change is not None:
             self.controller.set_policy(report.policy_change.policy, report.policy_change.settings)
-        self.controller.observe(
-            observation(report, scheduler_output, model_runner_output, self.requests), plan_of(scheduler_output)
-        )
+        observed = observation(report, scheduler_output, model_runner_output, self.requests)
+        with self._tally:
+            self.controller.observe(observed, plan_of(scheduler_output))
+        self._tally.observed(observed)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for batch in outputs.values():
             for output in batch.outputs:
                 self._attach_running_figures(output)
         return outputs
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self._sends_steps:
+            attach_step(stats, self._tally.take(self.controller.policy.name))
+        return stats
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -100,9 +127,13 @@ class _Speculation(Scheduler):
         room = [0] * len(drafting)
         scheduled = map(self.requests.__getitem__, scheduler_output.num_scheduled_tokens)
         # Past the draft's context vLLM drafts for nobody in the batch (vllm-project/vllm#58080).
-        if all(request.num_computed_tokens + self.num_spec_tokens <= self._draft_max_len for request in scheduled):
+        fits = all(request.num_computed_tokens + self.num_spec_tokens <= self._draft_max_len for request in scheduled)
+        if fits:
             room = [self._room(request, in_flight=1) for request in drafting]
-        self._plan = self.controller.plan([request.request_id for request in drafting], room)
+        with self._tally:
+            self._plan = self.controller.plan([request.request_id for request in drafting], room)
+        self._tally.planned(self._plan, room, fits)
+        self._events.planned(self._plan)
         scheduler_output.num_spec_tokens_to_schedule = self._plan.depth
         attach_plan(scheduler_output, self._plan)
 
@@ -129,8 +160,12 @@ class _Speculation(Scheduler):
         kv_transfer_params, ec_transfer_params = super()._free_request(request, *args, **kwargs)
         self._left_behind.discard(request.request_id)
         figures = self.controller.finish(request.request_id)
+        events = self._events.finish(request.request_id)
         if figures is not None:
-            kv_transfer_params = {**(kv_transfer_params or {}), FIGURES_KEY: figures.to_dict()}
+            costs = engine_costs(self.controller, len(self.running))
+            kv_transfer_params = {**(kv_transfer_params or {}), FIGURES_KEY: figures.to_dict(), ENGINE_KEY: costs}
+            if events:
+                kv_transfer_params[EVENTS_KEY] = events
         return kv_transfer_params, ec_transfer_params
 
     def _may_draft(self, request: Request) -> bool:
@@ -181,7 +216,8 @@ class DsdeScheduler(_Speculation):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         ids = draft_token_ids.req_ids
         room = {i: self._room(self.requests[i], in_flight=0) for i in ids if i in self.requests}
-        lengths = self.controller.trim(self._plan, room).lengths
+        with self._tally:
+            lengths = self.controller.trim(self._plan, room).lengths
         drafts = [tokens[: lengths.get(i, 0)] for i, tokens in zip(ids, draft_token_ids.draft_token_ids, strict=True)]
         super().update_draft_token_ids(DraftTokenIds(ids, drafts))
 

@@ -1,7 +1,9 @@
 """How observations go up and figures go out.
 
 Up: the worker hangs a WorkerReport on vLLM's ModelRunnerOutput as a plain attribute, and the scheduler joins it with
-what it knows itself into a StepObservation. Out: figures leave as one entry of RequestOutput.kv_transfer_params.
+what it knows itself into a StepObservation. Out: figures, events, and the costs that the engine has learnt, leave as
+entries of RequestOutput.kv_transfer_params, and an EngineStep as SchedulerStats.kv_connector_stats, which is free
+without a KV connector.
 """
 
 from __future__ import annotations
@@ -13,24 +15,35 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from dsde.control.arrays import Numbers
+from dsde.control.controller import Controller
 from dsde.control.records import SpeculationPlan, StepObservation
+from dsde.telemetry.step import EngineStep
 
 __all__ = [
+    "ENGINE_KEY",
+    "EVENTS_KEY",
     "FIGURES_KEY",
     "PolicyChange",
     "WorkerReport",
     "attach_plan",
     "attach_report",
+    "attach_step",
+    "engine_costs",
     "observation",
     "plan_of",
     "report_of",
+    "take_step",
 ]
 
 FIGURES_KEY = "dsde"
+EVENTS_KEY = "dsde_events"
+ENGINE_KEY = "dsde_engine"
+_STEP = "dsde_step"
 _REPORT = "dsde_report"
 _PLAN = "dsde_plan"
 
@@ -88,6 +101,36 @@ def attach_plan(output: SchedulerOutput, plan: SpeculationPlan) -> None:
 def plan_of(output: SchedulerOutput) -> SpeculationPlan | None:
     """The plan attached to this engine step, None for one that planned nothing."""
     return getattr(output, _PLAN, None)
+
+
+def engine_costs(controller: Controller, running: int) -> dict[str, Any]:
+    """What the scheduler sends along with a finished request, as plain values.
+
+    verify: [a, b], draft: d for `running` requests, all in ms, or None where no step has been measured. policy: the
+    default policy's name.
+    """
+    cost = controller.cost
+    measured = cost.measured
+    return {
+        "verify": list(cost.line) if measured else None,
+        "draft": cost.draft(max(1, running)) if measured else None,
+        "policy": controller.policy.name,
+    }
+
+
+def attach_step(stats: SchedulerStats, step: EngineStep) -> None:
+    """Send `step` along with vLLM's statistics; a KV connector's own are left alone."""
+    if stats.kv_connector_stats is None:
+        stats.kv_connector_stats = {_STEP: step}
+
+
+def take_step(stats: SchedulerStats) -> EngineStep | None:
+    """Take the step out again, so that vLLM's loggers find what they know; None where none was sent."""
+    carried = stats.kv_connector_stats
+    if not carried or _STEP not in carried:
+        return None
+    stats.kv_connector_stats = None
+    return EngineStep(*carried[_STEP])
 
 
 def observation(

@@ -63,6 +63,7 @@ SCHEDULER = (
     "_preempt_request",
     "_update_after_schedule",
     "_update_request_with_output",
+    "make_stats",
     "update_draft_token_ids",
     "update_from_output",
 )
@@ -90,6 +91,16 @@ def test_the_private_names_that_the_plugin_overrides_or_reads_are_there() -> Non
     assert [
         name for name in ("self._last_draft_probs", "self.kv_cache_gid", "self.input_ids") if name not in proposer
     ] == []
+
+
+def test_statistics_still_have_a_field_that_only_kv_connectors_use() -> None:
+    from vllm.v1.metrics import loggers
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    assert SchedulerStats().kv_connector_stats is None
+    manager = inspect.getsource(loggers.StatLoggerManager.__init__)
+    # Ours must hear of a step before a logger that does not know what it carries.
+    assert manager.index("extend(custom_stat_loggers)") < manager.index("append(default_logger_factory)")
 
 
 def test_mended_expand_is_right_and_the_original_still_needs_mending(start_engine: Any) -> None:

@@ -17,11 +17,14 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from dsde.engine import remote
 from dsde.engine.figures import attach_figures
+from dsde.engine.hint import HINT_HEADER, HintHeader
 from dsde.engine.options import RequestOptions, parse
 from dsde.engine.remote import EngineUnavailable, GenerateCall, RemoteEngineClient
 
 PROMPT = {"type": "token", "prompt_token_ids": [5, 6, 7], "prompt": "one two three"}
 FIGURES = {"policy": "paper", "steps": 2}
+EVENTS = [("dsde.speculation.on", 5, {"dsde.step": 0})]
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
 def output(token_ids: list[int], finished: bool = False, **fields: Any) -> RequestOutput:
@@ -42,7 +45,7 @@ class Engine:
             yield output([1])
             if call.request_id == "endless":
                 await asyncio.Event().wait()
-            yield output([1, 2], finished=True, kv_transfer_params={"dsde": FIGURES})
+            yield output([1, 2], finished=True, kv_transfer_params={"dsde": FIGURES, "dsde_events": EVENTS})
         finally:
             self.closed.set()
 
@@ -61,15 +64,20 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(remote, "InputProcessor", lambda config, renderer: SimpleNamespace())
 
     def client(generate: Any, check: Any) -> RemoteEngineClient:
-        return RemoteEngineClient(SimpleNamespace(model_config=None), generate, check, max_length=4)  # type: ignore[arg-type]
+        config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name="embedded"))
+        return RemoteEngineClient(config, generate, check, max_length=4)
 
     return client
 
 
 async def test_token_ids_cross_and_the_prompt_is_put_back(build: Any, engine: Engine) -> None:
     client = build(engine.generate, engine.check)
-    outputs = [one async for one in client.generate(PROMPT, SamplingParams(max_tokens=2), "r", priority=3)]
+    outputs = [
+        one async for one in client.generate(PROMPT, SamplingParams(max_tokens=2), "r", priority=3, trace_headers=TRACE)
+    ]
     (call,) = engine.calls
+    # Nobody records spans here, so the engine joins the client's own.
+    assert call.trace_headers == TRACE
     assert call.prompt == {"type": "token", "prompt_token_ids": [5, 6, 7]}
     assert (call.request_id, call.priority) == ("r", 3)
     assert [(one.prompt, one.prompt_token_ids) for one in outputs] == [("one two three", [5, 6, 7])] * 2
@@ -102,6 +110,41 @@ async def test_a_bad_option_is_refused_before_anything_streams(build: Any, engin
     client = build(engine.generate, engine.check)
     with pytest.raises(VLLMValidationError, match=r"vllm_xargs.dsde_max_length = 5: accepted: an integer from 0 to 4"):
         client.generate(PROMPT, SamplingParams(extra_args={"dsde_max_length": 5}), "r")
+    assert engine.calls == []
+
+
+async def ask_with(header: str | None, client: RemoteEngineClient, body: dict[str, Any] | None) -> None:
+    """One request through the middleware, its header and its `vllm_xargs` as given."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async for _ in client.generate(PROMPT, SamplingParams(extra_args=body), "r"):
+            pass
+
+    headers = [] if header is None else [(HINT_HEADER.encode(), header.encode())]
+    await HintHeader(app)({"type": "http", "headers": headers}, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "sent"),
+    [
+        ("code", None, {"dsde_hint": "code"}),
+        ("code", {"dsde_max_length": 2}, {"dsde_max_length": 2, "dsde_hint": "code"}),
+        ("code", {"dsde_hint": "chat"}, {"dsde_hint": "chat"}),
+        (None, None, None),
+    ],
+)
+async def test_a_hint_in_a_header_goes_where_one_in_the_body_does(
+    build: Any, engine: Engine, header: str | None, body: dict[str, Any] | None, sent: dict[str, Any] | None
+) -> None:
+    client = build(engine.generate, engine.check)
+    await ask_with("of another request", client, None)
+    await ask_with(header, client, body)
+    assert engine.calls[-1].sampling_params.extra_args == sent
+
+
+async def test_a_bad_hint_in_a_header_is_refused_by_the_header_s_name(build: Any, engine: Engine) -> None:
+    with pytest.raises(VLLMValidationError, match=r"x-dsde-hint = '': accepted: a name of 1 to 32 characters"):
+        await ask_with("", build(engine.generate, engine.check), None)
     assert engine.calls == []
 
 
@@ -153,6 +196,7 @@ def test_a_call_survives_pickling() -> None:
         ({"somebody_elses": 1}, RequestOptions()),
         ({"dsde_policy": "static", "dsde_max_length": 0}, RequestOptions("static", 0)),
         ({"dsde_max_length": 4}, RequestOptions(None, 4)),
+        ({"dsde_hint": "code"}, RequestOptions()),
     ],
 )
 def test_options_are_read(given: dict[str, Any] | None, read: RequestOptions) -> None:
@@ -167,6 +211,8 @@ def test_options_are_read(given: dict[str, Any] | None, read: RequestOptions) ->
         ({"dsde_max_length": -1}, "vllm_xargs.dsde_max_length = -1: accepted: an integer from 0 to 4 draft tokens"),
         ({"dsde_max_length": True}, "vllm_xargs.dsde_max_length = True: accepted: "),
         ({"dsde_max_length": 2.0}, "vllm_xargs.dsde_max_length = 2.0: accepted: "),
+        ({"dsde_hint": ""}, "vllm_xargs.dsde_hint = '': accepted: a name of 1 to 32 characters"),
+        ({"dsde_hint": 4}, "vllm_xargs.dsde_hint = 4: accepted: a name"),
         ({"dsde_length": 2}, "vllm_xargs.dsde_length = 2: there is no such option; accepted: dsde_policy, dsde_max_l"),
     ],
 )

@@ -18,6 +18,8 @@ import openai
 import psutil
 import pytest
 
+from tests.collector import Collector, collector
+
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
@@ -31,6 +33,8 @@ _ANY_PORT = [word for flag in ("--port", "--grpc-port", "--dashboard-port") for 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Those that kill come last: the others count replicas.
+    items.sort(key=lambda item: item.path.name == "test_recovery.py")
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.serve)
@@ -42,18 +46,33 @@ class Served:
     """A running application, as its own banner describes it."""
 
     model: str
+    policy: str
     url: str
     address: str
     dashboard: str
+    metrics: str
     ray_address: str
     pid: int
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[Served]:
+def received() -> Iterator[Collector]:
+    """The OTLP collector that the application sends to."""
+    with collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served(received: Collector) -> Iterator[Served]:
     # What other tests set for engines inside their own process is not what a user's shell holds.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "OMP_", "LD_PRELOAD"))
+    }
+    environment |= {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+        "OTEL_METRIC_EXPORT_INTERVAL": "1000",
+        "RAY_metrics_report_interval_ms": "2000",
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", *_ANY_PORT],
@@ -70,9 +89,11 @@ def served() -> Iterator[Served]:
         started = psutil.Process(process.pid).children(recursive=True)
         yield Served(
             model="embedded",
+            policy=_field(text, "with policy"),
             url=_field(text, "OpenAI API"),
             address=_field(text, "gRPC"),
             dashboard=_field(text, "Ray dashboard"),
+            metrics=_field(text, "Prometheus"),
             ray_address=_field(text, "Ray address"),
             pid=process.pid,
         )
@@ -88,7 +109,7 @@ def served() -> Iterator[Served]:
     assert left == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engines(served: Served) -> Iterator[DeploymentHandle]:
     import ray
     from ray import serve

@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.serve import switch_policy
 from tests.serve.conftest import Served
 from tests.serve.figures import check_figures
-from tests.serve.fleet import loads, seconds_until, unfinished
+from tests.serve.fleet import seconds_until, taken, unfinished
 
 STORY = [{"role": "user", "content": "Write a long story about the sea."}]
 MIXED = [
@@ -35,8 +35,7 @@ def chat(web: httpx.Client, served: Served, **wanted: Any) -> dict[str, Any]:
 def test_sixteen_mixed_prompts_reach_both_replicas_with_figures(
     web: httpx.Client, served: Served, engines: DeploymentHandle
 ) -> None:
-    before = sum(load["taken"] for load in loads(engines))
-    taken_before = sorted(load["taken"] for load in loads(engines))
+    before = taken(engines)
 
     def ask(number: int) -> dict[str, Any]:
         message = {"role": "user", "content": MIXED[number % len(MIXED)]}
@@ -47,10 +46,10 @@ def test_sixteen_mixed_prompts_reach_both_replicas_with_figures(
 
     for answer in answers:
         dsde = check_figures(answer["metrics"], answer["usage"]["completion_tokens"])
-        assert dsde["policy"] == "paper"
-    after = sorted(load["taken"] for load in loads(engines))
-    assert sum(after) - before == 16
-    assert all(now > then for then, now in zip(taken_before, after, strict=True))
+        assert dsde["policy"] == served.policy
+    after = taken(engines)
+    assert sum(after) - sum(before) == 16
+    assert all(now > then for then, now in zip(before, after, strict=True))
     assert unfinished(engines) == 0
 
 
@@ -89,12 +88,12 @@ def test_the_policy_switches_while_the_application_serves(
         dsde = chat(web, served, max_tokens=12)["metrics"]["speculative_decoding"]["dsde"]
         return dsde["policy"], dsde["speculation_length"]["max"]
 
-    before = loads(engines)
+    before = taken(engines)
     with pytest.raises(ValueError, match="length"):
         switch_policy("static", {"length": 99}, served.dashboard)
     switch_policy("static", {"length": 3}, served.dashboard)
     seconds_until(lambda: policy_and_longest() == ("static", 3), 60)
-    switch_policy("paper", {}, served.dashboard)
-    seconds_until(lambda: policy_and_longest()[0] == "paper", 60)
+    switch_policy(served.policy, {}, served.dashboard)
+    seconds_until(lambda: policy_and_longest()[0] == served.policy, 60)
     # The same replicas, counting on: nothing was restarted.
-    assert sum(load["taken"] for load in loads(engines)) > sum(load["taken"] for load in before)
+    assert sum(taken(engines)) > sum(before)

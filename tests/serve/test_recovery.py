@@ -3,63 +3,61 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 
 import grpc
 import httpx
-import psutil
 import pytest
+from ray.serve.handle import DeploymentHandle
 
 from deployments.proto.dsde.v1 import inference_pb2 as pb
 from deployments.proto.dsde.v1 import inference_pb2_grpc as pb_grpc
 from tests.serve.conftest import Served
+from tests.serve.fleet import processes, published, seconds_until
 
 REPLACED_TIMEOUT_S = 240
+TOLD_TIMEOUT_S = 10
 
 
-def engine_cores(served: Served) -> list[psutil.Process]:
-    """The engines' own processes of this application."""
-    return processes(served, "EngineCore")
-
-
-def processes(served: Served, name: str) -> list[psutil.Process]:
-    """The application's processes whose command line has `name`."""
-    found = []
-    for one in psutil.Process(served.pid).children(recursive=True):
-        # A process may end, or wait as a zombie, while it is asked.
-        with suppress(psutil.Error):
-            if name in "".join(one.cmdline()):
-                found.append(one)
-    return found
-
-
-def test_a_killed_engine_is_replaced_while_the_other_serves(web: httpx.Client, served: Served) -> None:
-    victim, survivor = engine_cores(served)
-    victim.kill()
+def ask(web: httpx.Client, served: Served) -> int:
     body = {"model": served.model, "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4}
-    codes: list[int] = []
+    return web.post("/v1/chat/completions", json=body).status_code
+
+
+def test_a_killed_engine_gets_nothing_new_and_is_replaced(
+    web: httpx.Client, served: Served, engines: DeploymentHandle
+) -> None:
+    def told() -> bool:
+        stats = published(engines)
+        return len(stats) < 2 or any(one.draining for one in stats)
+
+    seconds_until(lambda: not told(), TOLD_TIMEOUT_S)
+    victim, survivor = processes(served, "EngineCore")
+    victim.kill()
+    seconds_until(told, TOLD_TIMEOUT_S)
+    # Its replica has said so, and goes away; everything is answered by the other one meanwhile.
     deadline = time.monotonic() + REPLACED_TIMEOUT_S
-    while {one.pid for one in engine_cores(served)} <= {victim.pid, survivor.pid} or codes[-8:] != [200] * 8:
-        assert time.monotonic() < deadline, f"not replaced within {REPLACED_TIMEOUT_S} s; answers: {codes}"
-        codes.append(web.post("/v1/chat/completions", json=body).status_code)
-    # What the dead engine had, or is offered before its death is known, may be refused; nothing hangs.
-    assert set(codes) <= {200, 503}
+    codes = []
+    while {one.pid for one in processes(served, "EngineCore")} <= {victim.pid, survivor.pid} or told():
+        assert time.monotonic() < deadline, f"not replaced within {REPLACED_TIMEOUT_S} s"
+        codes.append(ask(web, served))
+    codes += [ask(web, served) for _ in range(8)]
+    assert set(codes) == {200}
     assert survivor.is_running()
     assert web.get("/health").status_code == 200
 
 
 def test_a_killed_replica_takes_its_engine_along_and_is_replaced(web: httpx.Client, served: Served) -> None:
-    victim, survivor = engine_cores(served)
+    victim, survivor = processes(served, "EngineCore")
     replica = victim.parent()
     assert replica is not None
     replica.kill()
     victim.wait(30)
-    body = {"model": served.model, "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4}
     codes: list[int] = []
     deadline = time.monotonic() + REPLACED_TIMEOUT_S
-    while len(engine_cores(served)) < 2 or codes[-8:] != [200] * 8:
+    while len(processes(served, "EngineCore")) < 2 or codes[-8:] != [200] * 8:
         assert time.monotonic() < deadline, f"not replaced within {REPLACED_TIMEOUT_S} s; answers: {codes}"
-        codes.append(web.post("/v1/chat/completions", json=body).status_code)
+        codes.append(ask(web, served))
+    # What the dead replica had, or is offered before its death is known, may be refused; nothing hangs.
     assert set(codes) <= {200, 503}
     assert survivor.is_running()
 

@@ -52,7 +52,7 @@ def test_every_field_reaches_a_completion() -> None:
     request = pb.GenerateRequest(
         prompt_token_ids=pb.TokenIds(ids=[1, 2]),
         sampling=pb.SamplingParams(**plain, regex="a+"),
-        speculation=pb.SpeculationOptions(policy="static", max_length=3),
+        speculation=pb.SpeculationOptions(policy="static", max_length=3, hint="code"),
         model="embedded",
         request_id="mine",
     )
@@ -61,7 +61,7 @@ def test_every_field_reaches_a_completion() -> None:
         "prompt": [1, 2],
         "stream": False,
         "structured_outputs": {"regex": "a+"},
-        "vllm_xargs": {"dsde_policy": "static", "dsde_max_length": 3},
+        "vllm_xargs": {"dsde_policy": "static", "dsde_max_length": 3, "dsde_hint": "code"},
         "model": "embedded",
         "request_id": "mine",
     }
@@ -126,6 +126,7 @@ def test_what_no_body_can_say_is_refused(request_: pb.GenerateRequest, field: st
             "speculation.policy",
             "speculation.policy = 'best': accepted: paper",
         ),
+        ("x-dsde-hint", "x-dsde-hint = '': accepted: a name", "x-dsde-hint", "x-dsde-hint = '': accepted: a name"),
         (None, "the engine wants to stop, seed in hand", None, "the engine wants to stop, seed in hand"),
     ],
 )
