@@ -413,7 +413,7 @@ def _add_loadtest(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seed", metavar="N", default="0", help="arrivals, order of prompts, sampling (0)")
     when = parser.add_argument_group("when")
     when.add_argument("--profile", metavar="NAME", help="steady, ramp, burst, diurnal or trace (steady)")
-    when.add_argument("--rate", metavar="R", help="requests per second (1; --quick: 0.4)")
+    when.add_argument("--rate", metavar="R", help="requests per second (1; --quick: 0.5)")
     when.add_argument("--peak", metavar="R", help="requests per second at the top (4 times --rate)")
     when.add_argument("--duration", metavar="S", help="time in which requests leave, in seconds (60; --find-rate: 30)")
     when.add_argument("--timeout", metavar="S", help="longest wait for an answer's end (300; --quick: 90)")

@@ -23,6 +23,7 @@ from rich.table import Table
 from dsde.bench.progress import Progress
 from dsde.config import DsdeConfig
 from loadtest.drive import Drive
+from loadtest.exchange import Failure
 from loadtest.figures import Slo, Summary, complaints, summarise
 from loadtest.http import HttpSender
 from loadtest.options import Options
@@ -35,6 +36,8 @@ from loadtest.session import console, planned
 __all__ = ["FIGURES", "ours", "ratios", "run", "vllm"]
 
 DSDE = "dsde"
+WARM_UP = 2
+"""Requests that each server answers before the first round."""
 FIGURES: dict[str, Callable[[Summary], float | None]] = {
     "tokens/s": lambda one: one.tokens_per_s or None,
     "TTFT p50 ms": lambda one: one.ttft_ms[0] if one.ttft_ms else None,
@@ -51,6 +54,14 @@ def run(chosen: Options, config: DsdeConfig) -> int:
 
     Ctrl-C ends it after the last whole round, which is reported.
     """
+    try:
+        return _run(chosen, config)
+    except Failure as failure:
+        print(f"dsde loadtest: FAILED: {failure}", file=sys.stderr)
+        return 1
+
+
+def _run(chosen: Options, config: DsdeConfig) -> int:
     assert chosen.against is not None
     records: dict[str, list[Record]] = {DSDE: [], chosen.against: []}
     rounds: list[dict[str, list[Record]]] = []
@@ -60,6 +71,8 @@ def run(chosen: Options, config: DsdeConfig) -> int:
         for name, server in servers.items():
             progress.stage(f"starting {name}")
             stack.enter_context(server)
+            progress.stage(f"warming {name} up")
+            asyncio.run(_half(chosen, chosen.manner.seed + chosen.rounds, server.url, name, WARM_UP))
         try:
             for number in range(chosen.rounds):
                 order = list(servers) if number % 2 == 0 else list(reversed(servers))
@@ -119,11 +132,12 @@ def vllm(config: DsdeConfig, name: str, scratch: Path) -> Server:
     return Server(name, command, environment, scratch / "vllm.log", url=f"http://127.0.0.1:{port}")
 
 
-async def _half(chosen: Options, seed: int, url: str, name: str) -> list[Record]:
+async def _half(chosen: Options, seed: int, url: str, name: str, most: int | None = None) -> list[Record]:
+    """The records of one round at one server; most: of its first requests only."""
     senders = {HTTP: HttpSender(url, chosen.api_key)}
     drive = Drive(senders, chosen.timeout_s, server=name)
     try:
-        await drive.run(planned(chosen, seed=seed))
+        await drive.run(planned(chosen, seed=seed)[:most])
     finally:
         await senders[HTTP].close()
     return sorted(drive.records, key=lambda one: one.scheduled_s)

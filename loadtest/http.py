@@ -17,12 +17,16 @@ _MODEL_TIMEOUT_S = 30.0
 
 
 class HttpSender:
-    """url: the server's base, with or without /v1."""
+    """url: the server's base, with or without /v1. Raises Failure where it is none."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.base = url.rstrip("/").removesuffix("/v1")
+        try:
+            host = httpx.URL(self.base).host
+        except httpx.InvalidURL as error:
+            raise Failure("connection", f"--url {url}: {error}; accepted: http://HOST:PORT") from None
         # An environment's proxy has no business with loopback.
-        here = httpx.URL(self.base).host in ("127.0.0.1", "localhost", "::1")
+        here = host in ("127.0.0.1", "localhost", "::1")
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             # httpx would let requests above its limit wait for earlier ones, which is no open loop.
@@ -50,7 +54,7 @@ class HttpSender:
         """See exchange.Sender."""
         try:
             got = await self._client.get(f"{self.base}/v1/models", timeout=_MODEL_TIMEOUT_S)
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        except httpx.UnsupportedProtocol as error:
             raise Failure("connection", f"--url {self.base}: {error}; accepted: http://HOST:PORT") from None
         except httpx.TransportError as error:
             text = f"nothing answers at {self.base}: {error or 'timed out'}; start a server with `make run`"

@@ -21,7 +21,7 @@ URL, ADDRESS = "http://127.0.0.1:8000", "127.0.0.1:9000"
 TRACE = "trace"
 LONGEST_ANSWER = 8192
 # A short run on two cores: every class over both protocols, at most two minutes and a half.
-QUICK = {"protocol": "mixed", "rate": "0.4", "duration": "60", "max_tokens": "24", "timeout": "90"}
+QUICK = {"protocol": "mixed", "rate": "0.5", "duration": "60", "max_tokens": "24", "timeout": "90"}
 FULL = {"protocol": "http", "rate": "1", "duration": "60", "max_tokens": None, "timeout": "300"}
 PROBE = {**FULL, "duration": "30"}
 
@@ -152,6 +152,9 @@ def _profile(given: argparse.Namespace, rate: str, duration_s: float, prompts: S
     if name == TRACE:
         if not timed:
             raise ValueError("--profile trace: there are no times without an --input that has timestamps")
+        for flag, value in (("--rate", given.rate), ("--peak", given.peak), ("--mix", given.mix)):
+            if value is not None:
+                raise ValueError(f"{flag} {value}: a trace has its own; accepted: with another --profile")
         return None
     if name not in PROFILES:
         raise ValueError(f"--profile {name!r} is unknown; accepted: {', '.join(PROFILES)}, {TRACE}")

@@ -31,7 +31,7 @@ class GrpcSender:
         """See exchange.Sender."""
         try:
             call = self._stub.GenerateStream(_message(request), timeout=timeout_s, metadata=self._metadata)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise Failure("request", str(error)) from None
         ended = False
         try:

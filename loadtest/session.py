@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import resource
 import sys
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,12 +18,12 @@ from dsde.bench.progress import Progress, duration
 from loadtest.aiperf import command, single_turn, write_dataset
 from loadtest.drive import Drive
 from loadtest.exchange import Failure, Request, Sender
-from loadtest.figures import LATE_MS, Slo, Summary, complaints, summaries
+from loadtest.figures import ALL, LATE_MS, Slo, Summary, complaints, summaries
 from loadtest.http import HttpSender
 from loadtest.options import Options
 from loadtest.plan import GRPC, HTTP, plan
-from loadtest.profile import Profile, arrivals
-from loadtest.rate import HIGHEST, LOWEST, Found, Probe, find_rate, judge
+from loadtest.profile import MOST_REQUESTS, Profile, arrivals
+from loadtest.rate import HIGHEST, Found, Probe, find_rate, judge
 from loadtest.records import RECORDS, Record, read_records
 from loadtest.report import write_comparison, write_report
 from loadtest.rpc import GrpcSender
@@ -73,24 +75,27 @@ def run(chosen: Options) -> int:
 def _run(chosen: Options) -> int:
     requests = planned(chosen)
     kept: list[Record] = []
+    about = {**chosen.about, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     interrupted = False
     with Progress() as progress:
         try:
-            asyncio.run(_drive(chosen, requests, progress, kept))
+            asyncio.run(_drive(chosen, requests, progress, kept, about))
         except KeyboardInterrupt:
             interrupted = True
     if kept:
         found = summaries(kept, chosen.slo)
         tell(found, chosen.slo)
         if chosen.report is not None:
-            print(write_report(chosen.report, kept, chosen.slo, chosen.about))
+            print(write_report(chosen.report, kept, chosen.slo, about))
     if interrupted:
         return 130
     return _loud(complaints(kept))
 
 
-async def _drive(chosen: Options, requests: Sequence[Request], progress: Progress, kept: list[Record]) -> None:
-    senders = await _senders(chosen)
+async def _drive(
+    chosen: Options, requests: Sequence[Request], progress: Progress, kept: list[Record], about: dict[str, Any]
+) -> None:
+    senders, about["model"] = await _senders(chosen)
     last_s = max(one.at_s for one in requests)
     progress.stage(f"sending {len(requests)} requests in {duration(last_s)}")
     drive = Drive(senders, chosen.timeout_s, on_record=Watch(progress, len(requests), last_s))
@@ -108,6 +113,8 @@ def planned(chosen: Options, profile: Profile | None = None, seed: int | None = 
     if profile is None:
         prompts = iter(own := [one for one in chosen.prompts if (one.at_s or 0.0) < chosen.duration_s])
         times = [one.at_s or 0.0 for one in own]
+        if len(own) > MOST_REQUESTS:
+            raise ValueError(f"--duration {chosen.duration_s:g}: {len(own)} requests; accepted: up to {MOST_REQUESTS}")
     else:
         prompts = draw(chosen.prompts, chosen.weights, seed)
         times = arrivals(profile, seed)
@@ -116,20 +123,21 @@ def planned(chosen: Options, profile: Profile | None = None, seed: int | None = 
     return plan(prompts, times, chosen.protocols, chosen.manner, f"load-{uuid.uuid4().hex[:8]}")
 
 
-async def _senders(chosen: Options) -> dict[str, Sender]:
-    """A way for each protocol, all of which answer. Raises Failure."""
+async def _senders(chosen: Options) -> tuple[dict[str, Sender], str]:
+    """(a way for each protocol, all of which answer; the model's name). Raises Failure."""
     senders: dict[str, Sender] = {}
+    model = ""
     try:
         for protocol in chosen.protocols:
             if protocol == HTTP:
                 senders[HTTP] = HttpSender(chosen.url, chosen.api_key)
             else:
                 senders[GRPC] = GrpcSender(chosen.address, chosen.api_key)
-            await senders[protocol].model()
+            model, _ = await senders[protocol].model()
     except BaseException:
         await _close(senders)
         raise
-    return senders
+    return senders, model
 
 
 async def _close(senders: dict[str, Sender]) -> None:
@@ -140,7 +148,7 @@ async def _close(senders: dict[str, Sender]) -> None:
 async def _find_rate(chosen: Options) -> int:
     assert chosen.profile is not None
     deadline = time.monotonic() + 60 * chosen.minutes
-    senders = await _senders(chosen)
+    senders, _ = await _senders(chosen)
     slo_s = chosen.slo.ttft_ms / 1000
     taken = 0
     with Progress() as progress:
@@ -174,12 +182,11 @@ def _say_rate(found: Found, chosen: Options) -> int:
     bound = f"p95 TTFT up to {chosen.slo.ttft_ms:g} ms"
     if found.rate is None:
         return _loud([f"no rate holds {bound}: {found.failing:.3g} requests/s fails already"])
-    end = ""
-    if not found.exact:
-        ran_out = LOWEST <= found.rate * 2 <= HIGHEST
-        end = "; the search ended there because its time (--minutes) was up" if ran_out else "; no higher rate is tried"
     failing = "none that was tried failed" if found.failing is None else f"{found.failing:.3g} fails"
-    print(f"highest rate with {bound}: {found.rate:.3g} requests/s ({failing}{end})")
+    if not found.exact:
+        bounded = found.failing is None and found.rate * 2 > HIGHEST
+        failing += "; no higher one is tried" if bounded else "; the time was up, --minutes gives more"
+    print(f"highest rate with {bound}: {found.rate:.3g} requests/s ({failing})")
     return 0
 
 
@@ -210,7 +217,7 @@ def compare(first: Path, second: Path, slo: Slo, report: Path | None) -> int:
     runs = dict(zip(names, (read_records(first), read_records(second)), strict=True))
     by_group = [{(one.workload, one.protocol): one for one in summaries(records, slo)} for records in runs.values()]
     pairs = [(one, by_group[1][group]) for group, one in by_group[0].items() if group in by_group[1]]
-    shown = [pair for pair in pairs if "all" in (pair[0].workload, pair[0].protocol)]
+    shown = [pair for pair in pairs if ALL in (pair[0].workload, pair[0].protocol)]
     console().print(compared(names, shown[: 1 if report is not None else None]))
     if report is not None:
         print(write_comparison(report, runs, pairs, slo))
@@ -236,10 +243,11 @@ def console() -> Console:
 
 
 def tell(found: Sequence[Summary], slo: Slo) -> None:
-    """Print the tables of a run."""
+    """Print the tables of a run; each class at each protocol is for the report."""
     out = console()
-    out.print(table(found, server=False))
-    out.print(table(found, server=True))
+    shown = [one for one in found if ALL in (one.workload, one.protocol)]
+    out.print(table(shown, server=False))
+    out.print(table(shown, server=True))
     out.print(note(slo, found[0]), highlight=False)
     if found[0].late_ms > LATE_MS:
         print(

@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,16 @@ def _seconds(text: str, second: float) -> float:
         return date.replace(tzinfo=datetime.UTC).timestamp()
 
 
+@cache
+def _texts() -> list[str]:
+    return [one.messages[-1]["content"] for name in classes() for one in read(name)]
+
+
 def _filled(tokens: int, number: int) -> str:
     """About `tokens` tokens of our own prompts, from another place for each number."""
     if not 0 < tokens <= LONGEST_INPUT:
         raise ValueError(f"input_length {tokens} is not from 1 to {LONGEST_INPUT}")
-    texts = [one.messages[-1]["content"] for name in classes() for one in read(name)]
+    texts = _texts()
     pieces: list[str] = []
     characters = 0
     for text in itertools.islice(itertools.cycle(texts), number * 7 % len(texts), None):
