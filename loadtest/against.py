@@ -65,7 +65,7 @@ def _run(chosen: Options, config: DsdeConfig) -> int:
     assert chosen.against is not None
     records: dict[str, list[Record]] = {DSDE: [], chosen.against: []}
     rounds: list[dict[str, list[Record]]] = []
-    with Progress() as progress, ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
+    with Progress() as progress, tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         place = Path(scratch)
         servers = {DSDE: ours(config, place), chosen.against: vllm(config, chosen.against, place)}
         for name, server in servers.items():
@@ -89,12 +89,11 @@ def _run(chosen: Options, config: DsdeConfig) -> int:
     _tell(rounds, chosen)
     if chosen.report is not None:
         for name, own in records.items():
-            print(
-                write_report(chosen.report / name.replace(":", "-"), own, chosen.slo, {**chosen.about, "server": name})
-            )
-    faults = [line for name, own in records.items() for line in _faults(name, own)]
-    for line in faults:
-        print(f"dsde loadtest: FAILED: {line}", file=sys.stderr)
+            directory, about = chosen.report / name.replace(":", "-"), {**chosen.about, "server": name}
+            print(write_report(directory, own, chosen.slo, about, bare=name != DSDE))
+    faults = [(name, line) for name, own in records.items() for line in complaints(own, bare=name != DSDE)]
+    for name, line in faults:
+        print(f"dsde loadtest: FAILED: {name}: {line}", file=sys.stderr)
     return 1 if faults else 0
 
 
@@ -188,11 +187,3 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _faults(name: str, records: Sequence[Record]) -> list[str]:
-    """complaints(), less the figures that a bare vLLM has no part in."""
-    lines = complaints(records)
-    if name != DSDE:
-        lines = [line for line in lines if "without dsde" not in line and "without speculative_decoding" not in line]
-    return [f"{name}: {line}" for line in lines]

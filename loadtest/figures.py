@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loadtest.records import Record
+from loadtest.records import SPECULATION, Record
 
 __all__ = ["ALL", "COLUMNS", "Column", "Slo", "Summary", "complaints", "summaries", "summarise"]
 
@@ -118,13 +118,16 @@ def summarise(records: Sequence[Record], slo: Slo, workload: str = ALL, protocol
     )
 
 
-def complaints(records: Sequence[Record]) -> list[str]:
-    """What makes a run a failed one, a line each; none for a run without a fault."""
+def complaints(records: Sequence[Record], *, bare: bool = False) -> list[str]:
+    """What makes a run a failed one, a line each; none for a run without a fault.
+
+    bare: the server is not ours, so that it owes no figures of speculation.
+    """
     lines = []
     for kind, count in Counter(one.error for one in records if one.error is not None).most_common():
         first = next(one for one in records if one.error == kind)
         lines.append(f"{count} of {len(records)} requests failed: {kind}; {first.request_id}: {first.detail}")
-    missing = Counter(name for one in records for name in one.missing())
+    missing = Counter(name for one in records for name in one.missing() if not (bare and name in SPECULATION))
     for name, count in missing.most_common():
         first = next(one for one in records if name in one.missing())
         lines.append(f"{count} answers came without {name}, the first was {first.request_id} over {first.protocol}")

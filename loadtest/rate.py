@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -45,12 +44,6 @@ class Found:
         return self.rate is not None and self.failing is not None and self.failing <= self.rate * PRECISION
 
 
-class Out(Protocol):
-    """Whether there is no time for one more probe."""
-
-    def __call__(self) -> bool: ...
-
-
 def judge(rate: float, records: list[Record], slo_ttft_ms: float) -> Probe:
     """What a run says. A request given up without a first token counts as one that never got it."""
     waits = [float("inf") if one.ttft_ms is None else one.ttft_ms for one in records]
@@ -60,8 +53,8 @@ def judge(rate: float, records: list[Record], slo_ttft_ms: float) -> Probe:
     return Probe(rate, len(records), p95, failed, holds=not failed and p95 <= slo_ttft_ms)
 
 
-async def find_rate(probe: Callable[[float], Awaitable[Probe]], start: float, out: Out) -> Found:
-    """Search from `start` requests per second; `out` is asked before each probe but the first."""
+async def find_rate(probe: Callable[[float], Awaitable[Probe]], start: float, out: Callable[[], bool]) -> Found:
+    """Search from `start` requests per second. out: whether there is no time for one more probe."""
     good: float | None = None
     bad: float | None = None
     rate = start

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RECORDS", "Record", "read_records", "write_records"]
+__all__ = ["RECORDS", "SPECULATION", "Record", "read_records", "write_records"]
 
 RECORDS = "records.jsonl"
 """Name of the file in a report's directory."""
+SPECULATION = ("speculative_decoding", "dsde")
+"""Figures that only our servers send."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,17 +47,19 @@ svg {{ max-width: 100%; height: auto; }}
 """
 
 
-def write_report(directory: Path, records: Sequence[Record], slo: Slo, about: Mapping[str, Any]) -> Path:
+def write_report(
+    directory: Path, records: Sequence[Record], slo: Slo, about: Mapping[str, Any], *, bare: bool = False
+) -> Path:
     """Write the report of one run into `directory`, made where it does not exist; the page.
 
-    about: what was run, name -> value; it heads the page and stands in the JSON.
+    about: what was run, name -> value; it heads the page and stands in the JSON. bare: see figures.complaints.
     """
     from loadtest.plots import pictures
 
     found = summaries(records, slo)
     protocols = list(dict.fromkeys(one.protocol for one in sorted(records, key=lambda one: one.protocol)))
     runs = {name: [one for one in records if one.protocol == name] for name in protocols}
-    body = [f'<p class="bad">{escape(line)}</p>' for line in complaints(records)]
+    body = [f'<p class="bad">{escape(line)}</p>' for line in complaints(records, bare=bare)]
     body += ["<h2>Figures</h2>", _table(found), _note(note(slo, found[0]))]
     body += ["<h2>Pictures</h2>", *_figures(pictures(runs))]
     directory.mkdir(parents=True, exist_ok=True)

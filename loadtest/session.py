@@ -30,14 +30,14 @@ from loadtest.rpc import GrpcSender
 from loadtest.table import compared, note, table
 from loadtest.workload import draw
 
-__all__ = ["Watch", "compare", "run"]
+__all__ = ["compare", "console", "planned", "run"]
 
 _SILENCE_S = 5.0
 _WIDTH = 200
 
 
-class Watch:
-    """Says how far a run is, on stderr: every few seconds, however fast requests end. A context manager's inside."""
+class _Watch:
+    """Says how far a run is, every few seconds. duration_s: until the last request leaves."""
 
     def __init__(self, progress: Progress, total: int, duration_s: float) -> None:
         self._progress = progress
@@ -98,7 +98,7 @@ async def _drive(
     senders, about["model"] = await _senders(chosen)
     last_s = max(one.at_s for one in requests)
     progress.stage(f"sending {len(requests)} requests in {duration(last_s)}")
-    drive = Drive(senders, chosen.timeout_s, on_record=Watch(progress, len(requests), last_s))
+    drive = Drive(senders, chosen.timeout_s, on_record=_Watch(progress, len(requests), last_s))
     try:
         await drive.run(requests)
     finally:
@@ -181,6 +181,7 @@ async def _find_rate(chosen: Options) -> int:
 def _say_rate(found: Found, chosen: Options) -> int:
     bound = f"p95 TTFT up to {chosen.slo.ttft_ms:g} ms"
     if found.rate is None:
+        assert found.failing is not None
         return _loud([f"no rate holds {bound}: {found.failing:.3g} requests/s fails already"])
     failing = "none that was tried failed" if found.failing is None else f"{found.failing:.3g} fails"
     if not found.exact:

@@ -93,6 +93,9 @@ def test_complaints_name_errors_and_missing_figures(record: Make) -> None:
         "1 answers came without dsde, the first was load-0 over http",
     ]
     assert complaints([]) == ["no request was answered"]
+    # A bare vLLM owes no figures of speculation, but all others.
+    assert complaints([record(speculation=None)], bare=True) == []
+    assert len(complaints([record(speculation=None, finish_reason=None)], bare=True)) == 1
 
 
 def test_an_answer_to_another_request_lacks_its_id(record: Make) -> None:
