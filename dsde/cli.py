@@ -558,7 +558,8 @@ def _loadtest(options: argparse.Namespace) -> int:
     from loadtest.session import compare, run
 
     if options.compare is not None:
-        return compare(*options.compare, chosen.slo, chosen.report)
+        first, second = options.compare
+        return compare(first, second, chosen.slo, chosen.report)
     if options.against is None:
         return run(chosen)
     if options.policy is not None:
