@@ -77,6 +77,7 @@ examples:
 load has the batch "1-4-16-32-4-1", and its static-opt is the best single length for the whole run.
 """
 
+
 _SIMULATE = """\
 Compare request routers on modelled replicas, in seconds and without an engine.
 

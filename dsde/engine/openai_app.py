@@ -41,8 +41,7 @@ def _arguments(model: str, served_name: str, tool_call_parser: str | None) -> Na
     # vLLM takes no tool at all, not even a named one, without a parser.
     arguments.enable_auto_tool_choice = tool_call_parser is not None
     arguments.tool_call_parser = tool_call_parser
-    # What build_app returns takes no further one.
-    arguments.middleware = [f"{HintHeader.__module__}.{HintHeader.__qualname__}"]
+    arguments.middleware = [f"{HintHeader.__module__}.{HintHeader.__name__}"]
     arguments.enable_per_request_metrics = True
     arguments.enable_prompt_tokens_details = True
     # This switch starts a loop that logs an in-process engine's statistics; engines behind a client log their own.
