@@ -65,6 +65,7 @@ class Drive:
         started = time.monotonic()
         first: float | None = None
         last = started
+        received = 0
         gaps: list[float] = []
         end: End | None = None
         error: str | None = None
@@ -77,11 +78,13 @@ class Drive:
                         now = time.monotonic()
                         if isinstance(part, End):
                             end = part
-                        elif first is None:
-                            first = last = now
+                            continue
+                        received += part
+                        if first is None:
+                            first = now
                         else:
                             gaps.append(round((now - last) * 1000, 3))
-                            last = now
+                        last = now
         except Failure as failure:
             error, detail = failure.kind, str(failure)
         except TimeoutError:
@@ -100,6 +103,7 @@ class Drive:
                 started_s=round(started - start, 6),
                 first_token_s=None if first is None else round(first - start, 6),
                 end_s=round(time.monotonic() - start, 6),
+                received_tokens=received,
                 answer_id=None if end is None else end.answer_id,
                 prompt_tokens=None if end is None else end.prompt_tokens,
                 completion_tokens=None if end is None else end.completion_tokens,

@@ -47,7 +47,7 @@ async def test_http_sends_the_whole_request_and_reads_the_whole_answer(url: str,
         }
     ]
     assert (record.answer_id, record.finish_reason, record.error) == ("chatcmpl-load-0", "length", None)
-    assert (record.prompt_tokens, record.completion_tokens) == (3, 5)
+    assert (record.prompt_tokens, record.completion_tokens, record.received_tokens) == (3, 5, 5)
     assert record.speculation == FIGURES
     # Three messages bring tokens, the first chunk only the role.
     assert len(record.gaps_ms) == 2
@@ -64,7 +64,7 @@ async def test_grpc_sends_the_whole_request_and_reads_the_whole_answer(rpc: tupl
     sampling = seen.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.ignore_eos) == (9, 0.5, 3, True)
     assert (record.answer_id, record.finish_reason, record.error) == ("load-0", "length", None)
-    assert (record.prompt_tokens, record.completion_tokens) == (3, 5)
+    assert (record.prompt_tokens, record.completion_tokens, record.received_tokens) == (3, 5, 5)
     assert record.dsde is not None
     assert (record.dsde["kld"]["mean"], record.dsde["steps"]) == (0.25, 4)
     assert len(record.gaps_ms) == 2
@@ -90,6 +90,7 @@ async def test_http_names_what_went_wrong(url: str, content: str, kind: str, det
     [record] = await driven({"http": HttpSender(url)}, request(content), timeout_s=0.2 if kind == "timeout" else 20)
     assert (record.error, record.detail) == (kind, detail)
     assert record.e2e_ms is None
+    assert record.received_tokens == {"Die": 4, "Cut": 5}.get(content, 0)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def test_every_class_takes_both_protocols_in_turn() -> None:
     )  # fmt: skip
     counts = Counter((one.prompt.workload, one.protocol) for one in requests)
     assert counts == {(name, protocol): 2 for name in classes() for protocol in ("http", "grpc")}
+    # Also in a short run.
+    assert Counter(one.protocol for one in requests[:8]) == {"http": 4, "grpc": 4}
     assert [one.request_id for one in requests[:2]] == ["load-0", "load-1"]
     assert max(one.prompt.output_tokens for one in requests) == 24
     # A greedy request needs no seed, a sampled one has its own.
