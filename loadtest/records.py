@@ -22,9 +22,9 @@ class Record:
 
     request_id: as sent; answer_id: as the answer says it, which holds the other one. workload: class of the prompt.
     protocol: http or grpc. server: which of several it went to. scheduled_s: when it was due, started_s: when it left.
-    received_tokens: those that came in messages, also of an answer that broke off; the server's own count is
-    completion_tokens. gaps_ms: times between messages with tokens; a message brings an accepted draft's tokens together, so they are
-    fewer than tokens. error: its kind, None where it was answered; detail: its text.
+    received_tokens: those that came in messages, also of an answer that broke off; completion_tokens: the server's own
+    count. gaps_ms: times between messages with tokens; a message brings an accepted draft's tokens together, so they
+    are fewer than tokens. error: its kind, None where it was answered; detail: its text.
     speculation: `metrics.speculative_decoding` of the answer, `dsde` inside.
     """
 
