@@ -127,6 +127,11 @@ Profiles, over the whole --duration, arrivals by chance (Poisson):
   burst        --rate, and three times --peak for a twentieth of the time
   diurnal      one day's course between --rate and --peak
   trace        the times of --input, if it has any (then the default)
+
+what --against takes, one replica, engine arguments as ours:
+  vllm         `vllm serve` without speculation
+  vllm:K       `vllm serve` with K draft tokens a step
+  vllm:dsde    `vllm serve` with our plugin: what Ray Serve costs
 """
 _LOADTEST_EXAMPLES = """\
 examples:
@@ -431,7 +436,7 @@ def _add_loadtest(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two reports side by side")
     instead.add_argument("--find-rate", action="store_true", help="the highest rate with p95 TTFT up to --slo-ttft")
     instead.add_argument("--minutes", metavar="M", default="10", help="time for --find-rate (10)")
-    instead.add_argument("--against", metavar="ENGINE", help="vllm, or vllm:K with K drafts a step, beside our server")
+    instead.add_argument("--against", metavar="ENGINE", help="vllm, vllm:K or vllm:dsde beside our server, see below")
     instead.add_argument("--rounds", metavar="N", default="2", help="turns of each side of --against (2)")
     instead.add_argument("--aiperf", type=Path, metavar="DIR", help="write the dataset and command line for AIPerf")
     own = ("--pair", "--target", "--draft", "--dtype", "--max-model-len", "--max-length", "--max-num-seqs", "--device")

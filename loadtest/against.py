@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -33,19 +33,49 @@ from loadtest.report import write_report
 from loadtest.server import Server
 from loadtest.session import console, planned
 
-__all__ = ["FIGURES", "ours", "ratios", "run", "vllm"]
+__all__ = ["FIGURES", "ours", "run", "versus", "vllm"]
 
 DSDE = "dsde"
+PLUGIN = "dsde"
+"""What follows `vllm:` for a `vllm serve` with our plugin, which leaves Ray Serve as the only difference."""
 WARM_UP = 2
 """Requests that each server answers before the first round."""
-FIGURES: dict[str, Callable[[Summary], float | None]] = {
-    "tokens/s": lambda one: one.tokens_per_s or None,
-    "TTFT p50 ms": lambda one: one.ttft_ms[0] if one.ttft_ms else None,
-    "TTFT p95 ms": lambda one: one.ttft_ms[1] if one.ttft_ms else None,
-    "inter-token p99 ms": lambda one: one.inter_token_ms[2] if one.inter_token_ms else None,
-    "per token p50 ms": lambda one: one.tpot_ms[0] if one.tpot_ms else None,
-    "end to end p50 ms": lambda one: one.e2e_ms[0] if one.e2e_ms else None,
-}
+
+
+class Figure(NamedTuple):
+    """A row of the table. goal: what ours should keep to, if anything; of the ratio, or of the difference in ms."""
+
+    title: str
+    of: Callable[[Summary], float | None]
+    goal: str = ""
+    holds: Callable[[Versus], bool] | None = None
+
+
+class Versus(NamedTuple):
+    """Ours beside the other's: the geometric mean of the rounds' ratios, and the mean of their differences."""
+
+    ratio: float
+    difference: float
+
+
+FIGURES = (
+    Figure("tokens/s", lambda one: one.tokens_per_s or None, "ratio >= 0.97", lambda found: found.ratio >= 0.97),
+    Figure(
+        "TTFT p50 ms",
+        lambda one: one.ttft_ms[0] if one.ttft_ms else None,
+        "difference <= 5",
+        lambda found: found.difference <= 5,
+    ),
+    Figure("TTFT p95 ms", lambda one: one.ttft_ms[1] if one.ttft_ms else None),
+    Figure(
+        "inter-token p99 ms",
+        lambda one: one.inter_token_ms[2] if one.inter_token_ms else None,
+        "ratio <= 1.05",
+        lambda found: found.ratio <= 1.05,
+    ),
+    Figure("per token p50 ms", lambda one: one.tpot_ms[0] if one.tpot_ms else None),
+    Figure("end to end p50 ms", lambda one: one.e2e_ms[0] if one.e2e_ms else None),
+)
 _PLUGIN = ("scheduler_cls", "worker_cls", "additional_config", "per_request_spec_decode_metrics")
 
 
@@ -111,17 +141,19 @@ def ours(config: DsdeConfig, scratch: Path) -> Server:
 
 
 def vllm(config: DsdeConfig, name: str, scratch: Path) -> Server:
-    """`vllm serve` with the same engine arguments, less the plugin: `vllm` without a draft model, `vllm:K` with vLLM's
-    own fixed speculation length K.
+    """`vllm serve` with the same engine arguments: `vllm` without draft model and plugin, `vllm:K` with vLLM's own
+    fixed speculation length K instead of the plugin, `vllm:dsde` with all of them.
     """
     from dsde.engine.plugin import cli_flags, engine_arguments, engine_environment
 
-    arguments = {key: value for key, value in engine_arguments(config).items() if key not in _PLUGIN}
-    speculative = arguments.pop("speculative_config")
-    _, _, length = name.partition(":")
-    if length:
-        kept = {key: speculative[key] for key in ("method", "model", "draft_sample_method")}
-        arguments["speculative_config"] = {**kept, "num_speculative_tokens": int(length)}
+    arguments = engine_arguments(config)
+    _, _, kind = name.partition(":")
+    if kind != PLUGIN:
+        arguments = {key: value for key, value in arguments.items() if key not in _PLUGIN}
+        speculative = arguments.pop("speculative_config")
+        if kind:
+            kept = {key: speculative[key] for key in ("method", "model", "draft_sample_method")}
+            arguments["speculative_config"] = {**kept, "num_speculative_tokens": int(kind)}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -142,17 +174,21 @@ async def _half(chosen: Options, seed: int, url: str, name: str, most: int | Non
     return sorted(drive.records, key=lambda one: one.scheduled_s)
 
 
-def ratios(rounds: Sequence[Mapping[str, Sequence[Record]]], slo: Slo) -> dict[str, float | None]:
-    """Figure -> ours over the other's, the geometric mean of the rounds' ratios; None where a round lacks it."""
-    found: dict[str, float | None] = {}
-    for figure, of in FIGURES.items():
-        logs = []
+def versus(rounds: Sequence[Mapping[str, Sequence[Record]]], slo: Slo) -> dict[str, Versus | None]:
+    """Title of a figure -> how ours compares; None where a round lacks it."""
+    found: dict[str, Versus | None] = {}
+    for figure in FIGURES:
+        pairs = []
         for halves in rounds:
-            mine, theirs = (of(summarise(halves[name], slo)) for name in halves_in_order(halves))
-            if not mine or not theirs:
-                break
-            logs.append(math.log(mine / theirs))
-        found[figure] = math.exp(sum(logs) / len(logs)) if logs and len(logs) == len(rounds) else None
+            mine, theirs = (figure.of(summarise(halves[name], slo)) for name in halves_in_order(halves))
+            if mine and theirs:
+                pairs.append((mine, theirs))
+        if not pairs or len(pairs) < len(rounds):
+            found[figure.title] = None
+            continue
+        logs = [math.log(mine / theirs) for mine, theirs in pairs]
+        difference = sum(mine - theirs for mine, theirs in pairs) / len(pairs)
+        found[figure.title] = Versus(math.exp(sum(logs) / len(logs)), difference)
     return found
 
 
@@ -164,26 +200,29 @@ def halves_in_order(halves: Mapping[str, Any]) -> tuple[str, str]:
 
 def _tell(rounds: Sequence[Mapping[str, Sequence[Record]]], chosen: Options) -> None:
     names = halves_in_order(rounds[0])
-    found = ratios(rounds, chosen.slo)
+    found = versus(rounds, chosen.slo)
     grid = Table(title=f"dsde against {names[1]}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for title in ("figure", *names, "ratio"):
-        grid.add_column(title, justify="left" if title == "figure" else "right")
-    for figure, of in FIGURES.items():
-        halves = [[of(summarise(one[name], chosen.slo)) for one in rounds] for name in names]
-        grid.add_row(figure, *(_mean(one) for one in halves), _number(found[figure], ".2f"))
+    for title in ("figure", *names, "difference", "ratio", "goal"):
+        grid.add_column(title, justify="left" if title in ("figure", "goal") else "right")
+    for figure in FIGURES:
+        halves = [[figure.of(summarise(one[name], chosen.slo)) for one in rounds] for name in names]
+        both = found[figure.title]
+        told = ("-", "-") if both is None else (f"{both.difference:+.1f}", f"{both.ratio:.3f}")
+        goal = figure.goal
+        if figure.holds is not None and both is not None:
+            goal += ": held" if figure.holds(both) else ": missed"
+        grid.add_row(figure.title, *(_mean(one) for one in halves), *told, goal)
     console().print(grid)
     console().print(
-        f"One replica each, the same {len(rounds[0][DSDE])} requests a round at both, in turn. Figures are means over "
-        f"{len(rounds)} rounds, ratios geometric means of ours over the other's: above 1 is more speed for tokens/s, "
-        "more time for the others. Below saturation tokens/s is what the rate asks for; raise --rate to compare speed.",
+        f"One replica each, the same {len(rounds[0][DSDE])} requests a round at both, in turn. Figures and differences "
+        f"are means over {len(rounds)} rounds, ratios geometric means of ours over the other's: above 1 is more speed "
+        "for tokens/s, more time for the others. Below saturation tokens/s is what the rate asks for; raise --rate to "
+        "compare speed. Inter-token is between messages, of which one brings all tokens of a step: compare per token "
+        "where one side speculates and the other does not.",
         highlight=False,
     )
 
 
 def _mean(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return _number(sum(known) / len(known) if known else None, ".1f")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return f"{sum(known) / len(known):.1f}" if known else "-"

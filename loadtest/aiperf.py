@@ -6,38 +6,40 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from loadtest.exchange import Request
+from loadtest.http import options_of
 
-__all__ = ["DATASET", "command", "single_turn", "write_dataset"]
+__all__ = ["DATASET", "command", "write_dataset"]
 
 DATASET = "aiperf.jsonl"
 
 
-def single_turn(requests: Sequence[Request]) -> list[Request]:
-    """Those that AIPerf can send as they are: of one user message. It would let the model write the other turns."""
-    return [one for one in requests if [message["role"] for message in one.prompt.messages] == ["user"]]
-
-
 def write_dataset(directory: Path, requests: Sequence[Request]) -> Path:
-    """Write AIPerf's single_turn lines, {"text", "output_length"}, into `directory`; the file."""
+    """Write `requests` into `directory` as lines of AIPerf's mooncake_trace format; the file.
+
+    It is the format that takes whole conversations, arrival times in ms and sampling parameters of each request.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / DATASET
-    lines = [
-        json.dumps({"text": one.prompt.messages[0]["content"], "output_length": one.prompt.output_tokens})
-        for one in requests
-    ]
-    file.write_text("".join(f"{line}\n" for line in lines))
+    file.write_text("".join(f"{json.dumps(_line(one))}\n" for one in requests))
     return file
 
 
-def command(
-    dataset: Path, model: str, tokenizer: str, url: str, count: int, rate: float, seed: int, temperature: float
-) -> str:
+def _line(request: Request) -> dict[str, Any]:
+    return {
+        "timestamp": round(request.at_s * 1000),
+        "messages": list(request.prompt.messages),
+        "output_length": request.prompt.output_tokens,
+        "extra": options_of(request),
+    }
+
+
+def command(dataset: Path, model: str, tokenizer: str, url: str, count: int) -> str:
     """The command line, for AIPerf 0.13. tokenizer: a directory or a name; empty: AIPerf takes the model's name."""
     words = ["aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming"]
     words += ["--tokenizer", tokenizer] if tokenizer else []
-    words += ["--input-file", str(dataset), "--custom-dataset-type", "single_turn"]
-    words += ["--request-count", str(count), "--request-rate", f"{rate:g}", "--random-seed", str(seed)]
-    words += ["--ui", "simple", "--extra-inputs", f"temperature:{temperature:g}"]
+    words += ["--input-file", str(dataset), "--custom-dataset-type", "mooncake_trace"]
+    words += ["--fixed-schedule", "--request-count", str(count), "--ui", "simple"]
     return shlex.join(words)

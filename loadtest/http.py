@@ -10,7 +10,7 @@ import httpx
 
 from loadtest.exchange import End, Failure, Request
 
-__all__ = ["HttpSender"]
+__all__ = ["HttpSender", "options_of"]
 
 _CONNECT_TIMEOUT_S = 10.0
 _MODEL_TIMEOUT_S = 30.0
@@ -80,7 +80,14 @@ def _body(request: Request) -> dict[str, Any]:
         "stream": True,
         # Without the second one cannot tell how many tokens a message brings.
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        **prompt.sampling,
+        **options_of(request),
+    }
+
+
+def options_of(request: Request) -> dict[str, Any]:
+    """What a body says beside messages, length and streaming."""
+    return {
+        **request.prompt.sampling,
         **({"ignore_eos": True} if request.ignore_eos else {}),
         **({"vllm_xargs": {"dsde_policy": request.policy}} if request.policy else {}),
     }

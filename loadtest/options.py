@@ -118,6 +118,8 @@ def _check_modes(given: argparse.Namespace) -> None:
     alone = given.find_rate or given.against is not None
     if alone and given.profile not in (None, "steady"):
         raise ValueError(f"--profile {given.profile} and {chosen[0]} exclude each other: the latter sends steadily")
+    if given.aiperf is not None and given.protocol not in (None, "http"):
+        raise ValueError(f"--protocol {given.protocol} and --aiperf exclude each other: AIPerf speaks HTTP")
     if given.against is not None and (given.url or given.address or given.protocol not in (None, "http")):
         raise ValueError(
             f"--against {given.against} starts both servers itself and asks them over HTTP: no --url, "
@@ -179,9 +181,10 @@ def _temperature(text: str | None) -> float | None:
 
 
 def _check_against(text: str | None) -> None:
-    if text is None or text == "vllm":
+    if text in (None, "vllm", "vllm:dsde"):
         return
     engine, colon, length = text.partition(":")
     if engine != "vllm" or not colon:
-        raise ValueError(f"--against {text!r} is unknown; accepted: vllm, or vllm:K with K draft tokens a step")
+        accepted = "vllm, vllm:K with K draft tokens a step, or vllm:dsde with our plugin"
+        raise ValueError(f"--against {text!r} is unknown; accepted: {accepted}")
     whole("--against vllm:", length, 1, 64)

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from dsde.bench.progress import Progress, duration
-from loadtest.aiperf import command, single_turn, write_dataset
+from loadtest.aiperf import command, write_dataset
 from loadtest.drive import Drive
 from loadtest.exchange import Failure, Request, Sender
 from loadtest.figures import ALL, LATE_MS, Slo, Summary, complaints, summaries
@@ -198,17 +198,9 @@ async def _aiperf(chosen: Options, directory: Path) -> int:
     finally:
         await sender.close()
     requests = planned(chosen)
-    fitting = single_turn(requests)
-    if not fitting:
-        raise ValueError("--aiperf: every request of this run has several messages; accepted: a --mix with others")
-    file = write_dataset(directory, fitting)
-    rate = len(requests) / chosen.duration_s if chosen.profile is None else chosen.profile.rate
-    line = command(
-        file, model, tokenizer, sender.base, len(fitting), rate, chosen.manner.seed, chosen.manner.temperature or 0.0
-    )
-    left = len(requests) - len(fitting)
-    print(f"{file}: {len(fitting)} requests" + (f"; {left} of several messages are left out" if left else ""))
-    print(line)
+    file = write_dataset(directory, requests)
+    print(f"{file}: {len(requests)} requests")
+    print(command(file, model, tokenizer, sender.base, len(requests)))
     return 0
 
 

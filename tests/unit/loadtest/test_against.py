@@ -10,7 +10,7 @@ import pytest
 
 from dsde.config import from_values
 from dsde.engine import plugin
-from loadtest.against import ours, ratios, vllm
+from loadtest.against import FIGURES, Versus, ours, versus, vllm
 from loadtest.exchange import Failure
 from loadtest.figures import Slo
 from loadtest.records import Record
@@ -50,6 +50,12 @@ def test_vllm_can_speculate_by_itself(tmp_path: Path) -> None:
     assert "--scheduler-cls" not in server.command
 
 
+def test_vllm_can_have_the_plugin(tmp_path: Path) -> None:
+    server = vllm(from_values({"speculation": {"policy": "static"}}), "vllm:dsde", tmp_path)
+    assert flag(server.command, "--scheduler-cls") == "dsde.engine.scheduler.DsdeScheduler"
+    assert json.loads(flag(server.command, "--additional-config"))["dsde"]["policy"] == "static"
+
+
 def test_ours_is_one_replica_of_the_same_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSDE_SERVING__REPLICAS", "5")
     config = from_values({"serving": {"replicas": 4}, "speculation": {"policy": "static"}})
@@ -60,16 +66,30 @@ def test_ours_is_one_replica_of_the_same_configuration(tmp_path: Path, monkeypat
     assert "DSDE_SERVING__REPLICAS" not in server._environment
 
 
-def test_ratios_are_taken_within_a_round(record: Callable[..., Record]) -> None:
+def test_ours_and_the_other_are_compared_within_a_round(record: Callable[..., Record]) -> None:
     # The machine is half as fast in the second round; the ratio is 2 in both.
     rounds = [
         {"dsde": [record(first_token_s=1.0 * slow)], "vllm": [record(first_token_s=0.5 * slow)]} for slow in (1, 2)
     ]
-    found = ratios(rounds, SLO)
-    assert found["TTFT p50 ms"] == pytest.approx(2)
-    assert found["tokens/s"] == pytest.approx(1)
+    assert versus(rounds, SLO)["TTFT p50 ms"] == pytest.approx((2, 750))
+    assert versus(rounds, SLO)["tokens/s"] == pytest.approx((1, 0))
     rounds[1]["vllm"] = [record(first_token_s=None, error="timeout")]
-    assert ratios(rounds, SLO)["TTFT p50 ms"] is None
+    assert versus(rounds, SLO)["TTFT p50 ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("title", "within", "beyond"),
+    [
+        ("tokens/s", Versus(0.97, -9), Versus(0.969, 0)),
+        ("TTFT p50 ms", Versus(3.0, 5), Versus(1.0, 5.1)),
+        ("inter-token p99 ms", Versus(1.05, 9), Versus(1.051, 0)),
+    ],
+)
+def test_the_goals_are_throughput_first_token_and_the_slowest_gaps(title: str, within: Versus, beyond: Versus) -> None:
+    holds = {one.title: one.holds for one in FIGURES}[title]
+    assert holds is not None
+    assert holds(within)
+    assert not holds(beyond)
 
 
 _WEB = """

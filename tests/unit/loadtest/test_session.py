@@ -12,6 +12,7 @@ import yaml
 
 from dsde.cli import _parser, main
 from loadtest.options import options
+from loadtest.session import planned
 from tests.unit.loadtest.conftest import Handler, Servicer
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,11 @@ ROOT = Path(__file__).parents[3]
         ("--rate 0.001 --duration 1", "--duration 1: no request would be sent in it; raise it, or --rate"),
         ("--quick --find-rate", "--quick and --find-rate exclude each other: give one of them"),
         ("--find-rate --profile ramp", "--profile ramp and --find-rate exclude each other: the latter sends steadily"),
-        ("--against tgi", "--against 'tgi' is unknown; accepted: vllm, or vllm:K with K draft tokens a step"),
+        ("--aiperf there --protocol grpc", "--protocol grpc and --aiperf exclude each other: AIPerf speaks HTTP"),
+        (
+            "--against tgi",
+            "--against 'tgi' is unknown; accepted: vllm, vllm:K with K draft tokens a step, ",
+        ),
         (
             "--against vllm --url http://a",
             "--against vllm starts both servers itself and asks them over HTTP: no --url",
@@ -107,13 +112,11 @@ def test_the_highest_rate_is_printed(url: str, capsys: pytest.CaptureFixture[str
 
 def test_aiperf_gets_its_file_and_its_line(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["loadtest", "--aiperf", str(tmp_path / "there"), "--url", f"{url}/v1", "--rate", "2", "--seed", "4"]
-    assert main([*words, "--mix", "chat,code", "--max-tokens", "32"]) == 0
+    assert main([*words, "--mix", "chat,code", "--max-tokens", "32", "--policy", "static"]) == 0
     told, line = capsys.readouterr().out.splitlines()
     file = tmp_path / "there" / "aiperf.jsonl"
     lines = [json.loads(one) for one in file.read_text().splitlines()]
-    assert {tuple(one) for one in lines} == {("text", "output_length")}
-    assert {one["output_length"] for one in lines} == {32}
-    assert told.startswith(f"{file}: {len(lines)} requests; ")
+    assert told == f"{file}: {len(lines)} requests"
     given = shlex.split(line)
     assert given[:2] == ["aiperf", "profile"]
     pairs = dict(zip(given[2::2], given[3::2], strict=False))
@@ -121,6 +124,15 @@ def test_aiperf_gets_its_file_and_its_line(url: str, tmp_path: Path, capsys: pyt
     for flag, value in (("--url", url), ("--input-file", str(file)), ("--request-count", str(len(lines)))):
         assert given[given.index(flag) + 1] == value
     assert Handler.seen == []
+
+    # AIPerf sends what we would: the same chats at the same times, with the same options.
+    chosen = options(_parser().parse_args([*words, "--mix", "chat,code", "--max-tokens", "32", "--policy", "static"]))
+    for one, request in zip(lines, planned(chosen), strict=True):
+        assert one["messages"] == request.prompt.messages
+        assert one["timestamp"] == pytest.approx(1000 * request.at_s, abs=1)
+        assert one["output_length"] == request.prompt.output_tokens <= 32
+        assert one["extra"] == {**request.prompt.sampling, "vllm_xargs": {"dsde_policy": "static"}}
+    assert any(len(one["messages"]) > 2 for one in lines)
 
 
 def test_two_reports_are_compared(
