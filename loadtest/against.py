@@ -52,10 +52,14 @@ class Figure(NamedTuple):
 
 
 class Versus(NamedTuple):
-    """Ours beside the other's: the geometric mean of the rounds' ratios, and the mean of their differences."""
+    """Ours beside the other's: the geometric mean of the rounds' ratios, the mean of their differences, and the lowest
+    and the highest ratio of a round.
+    """
 
     ratio: float
     difference: float
+    lowest: float
+    highest: float
 
 
 FIGURES = (
@@ -186,9 +190,13 @@ def versus(rounds: Sequence[Mapping[str, Sequence[Record]]], slo: Slo) -> dict[s
         if not pairs or len(pairs) < len(rounds):
             found[figure.title] = None
             continue
-        logs = [math.log(mine / theirs) for mine, theirs in pairs]
-        difference = sum(mine - theirs for mine, theirs in pairs) / len(pairs)
-        found[figure.title] = Versus(math.exp(sum(logs) / len(logs)), difference)
+        quotients = [mine / theirs for mine, theirs in pairs]
+        found[figure.title] = Versus(
+            ratio=math.prod(quotients) ** (1 / len(pairs)),
+            difference=sum(mine - theirs for mine, theirs in pairs) / len(pairs),
+            lowest=min(quotients),
+            highest=max(quotients),
+        )
     return found
 
 
@@ -202,12 +210,14 @@ def _tell(rounds: Sequence[Mapping[str, Sequence[Record]]], chosen: Options) -> 
     names = halves_in_order(rounds[0])
     found = versus(rounds, chosen.slo)
     grid = Table(title=f"dsde against {names[1]}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for title in ("figure", *names, "difference", "ratio", "goal"):
+    for title in ("figure", *names, "difference", "ratio", "rounds", "goal"):
         grid.add_column(title, justify="left" if title in ("figure", "goal") else "right")
     for figure in FIGURES:
         halves = [[figure.of(summarise(one[name], chosen.slo)) for one in rounds] for name in names]
         both = found[figure.title]
-        told = ("-", "-") if both is None else (f"{both.difference:+.1f}", f"{both.ratio:.3f}")
+        told = ("-", "-", "-")
+        if both is not None:
+            told = (f"{both.difference:+.1f}", f"{both.ratio:.3f}", f"{both.lowest:.2f} to {both.highest:.2f}")
         goal = figure.goal
         if figure.holds is not None and both is not None:
             goal += ": held" if figure.holds(both) else ": missed"
@@ -215,10 +225,10 @@ def _tell(rounds: Sequence[Mapping[str, Sequence[Record]]], chosen: Options) -> 
     console().print(grid)
     console().print(
         f"One replica each, the same {len(rounds[0][DSDE])} requests a round at both, in turn. Figures and differences "
-        f"are means over {len(rounds)} rounds, ratios geometric means of ours over the other's: above 1 is more speed "
-        "for tokens/s, more time for the others. Below saturation tokens/s is what the rate asks for; raise --rate to "
-        "compare speed. Inter-token is between messages, of which one brings all tokens of a step: compare per token "
-        "where one side speculates and the other does not.",
+        f"are means over {len(rounds)} rounds, ratios geometric means of ours over the other's, with the lowest and the "
+        "highest of a round: above 1 is more speed for tokens/s, more time for the others. Below saturation tokens/s "
+        "is what the rate asks for; raise --rate to compare speed. Inter-token is between messages, of which one brings "
+        "all tokens of a step: compare per token where one side speculates and the other does not.",
         highlight=False,
     )
 
