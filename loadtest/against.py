@@ -225,9 +225,9 @@ def _tell(rounds: Sequence[Mapping[str, Sequence[Record]]], chosen: Options) -> 
     console().print(grid)
     console().print(
         f"One replica each, the same {len(rounds[0][DSDE])} requests a round at both, in turn. Figures and differences "
-        f"are means over {len(rounds)} rounds, ratios geometric means of ours over the other's, with the lowest and the "
+        f"are means over {len(rounds)} rounds, ratios geometric means of ours over the other's, with lowest and "
         "highest of a round: above 1 is more speed for tokens/s, more time for the others. Below saturation tokens/s "
-        "is what the rate asks for; raise --rate to compare speed. Inter-token is between messages, of which one brings "
+        "is what the rate asks for; raise --rate to compare speed. Inter-token is between messages, of which one holds "
         "all tokens of a step: compare per token where one side speculates and the other does not.",
         highlight=False,
     )
