@@ -41,5 +41,6 @@ def command(dataset: Path, model: str, tokenizer: str, url: str, count: int) -> 
     words = ["aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming"]
     words += ["--tokenizer", tokenizer] if tokenizer else []
     words += ["--input-file", str(dataset), "--custom-dataset-type", "mooncake_trace"]
-    words += ["--fixed-schedule", "--request-count", str(count), "--ui", "simple"]
+    # Its own count would miss what the chat template adds.
+    words += ["--use-server-token-count", "--fixed-schedule", "--request-count", str(count), "--ui", "simple"]
     return shlex.join(words)

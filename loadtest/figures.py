@@ -37,10 +37,11 @@ class Slo:
 class Summary:
     """Figures of a group of requests. Percentiles are (p50, p95, p99) in ms; None where nothing was measured.
 
-    tokens_per_s: tokens of complete answers over the time from the group's first start to its last end.
-    goodput_per_s: answers within the SLO per second of it. acceptance: accepted share of the draft tokens.
-    acceptance_length: tokens per verification step. speculation_length: draft tokens per decoding step. kld, stability:
-    means over answers, kld in nats. straggler_wait_ms: mean wait of an answer for longer members of its batches.
+    tokens_per_s: tokens of complete answers over the time from the run's first start to its last end, so that groups
+    add up to all. goodput_per_s: answers within the SLO per second of it. acceptance: accepted share of the draft
+    tokens. acceptance_length: tokens per verification step. speculation_length: draft tokens per decoding step. kld,
+    stability: means over answers, kld in nats. straggler_wait_ms: mean wait of an answer for longer members of its
+    batches.
     replicas: answers by replica, where answers tell it. late_ms: p99 of starts after their time.
     """
 
@@ -76,18 +77,21 @@ def summaries(records: Sequence[Record], slo: Slo) -> list[Summary]:
         groups += [(workload, ALL) for workload in workloads]
     if len(protocols) > 1 and len(workloads) > 1:
         groups += [(workload, protocol) for workload in workloads for protocol in protocols]
+    span_s = _span_s(records)
     found = []
     for workload, protocol in groups:
         own = [one for one in records if workload in (ALL, one.workload) and protocol in (ALL, one.protocol)]
         if own:
-            found.append(summarise(own, slo, workload, protocol))
+            found.append(summarise(own, slo, workload, protocol, span_s))
     return found
 
 
-def summarise(records: Sequence[Record], slo: Slo, workload: str = ALL, protocol: str = ALL) -> Summary:
-    """The figures of one group, which is not empty."""
+def summarise(
+    records: Sequence[Record], slo: Slo, workload: str = ALL, protocol: str = ALL, span_s: float | None = None
+) -> Summary:
+    """The figures of one group, which is not empty. span_s: the time of the run it is a part of; None: it is all."""
     answered = [one for one in records if one.error is None]
-    span_s = max(one.end_s for one in records) - min(one.started_s for one in records)
+    span_s = _span_s(records) if span_s is None else span_s
     figures = [one.dsde for one in answered if one.dsde]
     stats = [one.speculation for one in answered if one.speculation]
     drafted = sum(one.get("num_draft_tokens") or 0 for one in stats)
@@ -136,6 +140,10 @@ def complaints(records: Sequence[Record], *, bare: bool = False) -> list[str]:
     return lines
 
 
+def _span_s(records: Sequence[Record]) -> float:
+    return max((one.end_s for one in records), default=0.0) - min((one.started_s for one in records), default=0.0)
+
+
 def _percentiles(values: Iterable[float | None]) -> tuple[float, ...] | None:
     known = [value for value in values if value is not None]
     return tuple(float(one) for one in np.percentile(known, PERCENTILES)) if known else None
@@ -147,11 +155,12 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 class Column(NamedTuple):
-    """A column of every table. value: its figure, or its figures, of a summary."""
+    """A column of every table. value: its figure, or its figures, of a summary. said: the server says it."""
 
     title: str
     value: Callable[[Summary], Any]
     digits: int = 0
+    said: bool = False
 
     def text(self, summary: Summary) -> str:
         """As tables show it; "-" where nothing was measured."""
@@ -174,11 +183,11 @@ COLUMNS = (
     Column("end to end ms", lambda one: one.e2e_ms),
     Column("tokens/s", lambda one: one.tokens_per_s, 1),
     Column("goodput/s", lambda one: one.goodput_per_s, 2),
-    Column("acceptance", lambda one: one.acceptance, 2),
-    Column("tokens/step", lambda one: one.acceptance_length, 2),
-    Column("speculation length", lambda one: one.speculation_length, 2),
-    Column("KLD", lambda one: one.kld, 3),
-    Column("stability", lambda one: one.stability, 2),
-    Column("straggler wait ms", lambda one: one.straggler_wait_ms),
-    Column("replicas", lambda one: one.replicas),
+    Column("acceptance", lambda one: one.acceptance, 2, said=True),
+    Column("tokens/step", lambda one: one.acceptance_length, 2, said=True),
+    Column("speculation length", lambda one: one.speculation_length, 2, said=True),
+    Column("KLD", lambda one: one.kld, 3, said=True),
+    Column("stability", lambda one: one.stability, 2, said=True),
+    Column("straggler wait ms", lambda one: one.straggler_wait_ms, said=True),
+    Column("replicas", lambda one: one.replicas, said=True),
 )

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from loadtest.figures import COLUMNS, Slo, Summary, complaints, summaries
+from loadtest.figures import COLUMNS, Column, Slo, Summary, complaints, summaries
 from loadtest.records import RECORDS, Record, write_records
-from loadtest.table import note, versus
+from loadtest.table import note, versus, views
 
 __all__ = ["PAGE", "SUMMARY", "write_comparison", "write_report"]
 
@@ -35,7 +35,7 @@ th, td {{ padding: 0.2em 0.7em; text-align: right; white-space: nowrap; border-b
 th:nth-child(-n+{names}), td:nth-child(-n+{names}) {{ text-align: left; }}
 tr.total td {{ font-weight: 600; }}
 figure {{ margin: 1.5em 0; }}
-svg {{ max-width: 100%; height: auto; }}
+svg {{ width: 100%; height: auto; }}
 </style>
 </head>
 <body>
@@ -60,7 +60,9 @@ def write_report(
     protocols = list(dict.fromkeys(one.protocol for one in sorted(records, key=lambda one: one.protocol)))
     runs = {name: [one for one in records if one.protocol == name] for name in protocols}
     body = [f'<p class="bad">{escape(line)}</p>' for line in complaints(records, bare=bare)]
-    body += ["<h2>Figures</h2>", _table(found), _note(note(slo, found[0]))]
+    for title, columns in views():
+        body += [f"<h2>{title}</h2>", _table(found, columns)]
+    body.append(_note(note(slo, found[0])))
     body += ["<h2>Pictures</h2>", *_figures(pictures(runs))]
     directory.mkdir(parents=True, exist_ok=True)
     write_records(directory / RECORDS, records)
@@ -89,11 +91,11 @@ def write_comparison(
     return _write(directory, "dsde load test, two runs", {"first": first, "second": second}, body, names=3)
 
 
-def _table(found: Sequence[Summary]) -> str:
-    head = "".join(f"<th>{escape(one)}</th>" for one in ("class", "protocol", *(column.title for column in COLUMNS)))
+def _table(found: Sequence[Summary], columns: Sequence[Column]) -> str:
+    head = "".join(f"<th>{escape(one)}</th>" for one in ("class", "protocol", *(column.title for column in columns)))
     rows = []
     for number, one in enumerate(found):
-        cells = (one.workload, one.protocol, *(column.text(one) for column in COLUMNS))
+        cells = (one.workload, one.protocol, *(column.text(one) for column in columns))
         text = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         rows.append(f'<tr class="total">{text}</tr>' if number == 0 else f"<tr>{text}</tr>")
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'

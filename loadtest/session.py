@@ -27,7 +27,7 @@ from loadtest.rate import HIGHEST, Found, Probe, find_rate, judge
 from loadtest.records import RECORDS, Record, read_records
 from loadtest.report import write_comparison, write_report
 from loadtest.rpc import GrpcSender
-from loadtest.table import compared, note, table
+from loadtest.table import compared, note, table, views
 from loadtest.workload import draw
 
 __all__ = ["compare", "console", "planned", "run"]
@@ -239,8 +239,8 @@ def tell(found: Sequence[Summary], slo: Slo) -> None:
     """Print the tables of a run; each class at each protocol is for the report."""
     out = console()
     shown = [one for one in found if ALL in (one.workload, one.protocol)]
-    out.print(table(shown, server=False))
-    out.print(table(shown, server=True))
+    for title, columns in views():
+        out.print(table(shown, title, columns))
     out.print(note(slo, found[0]), highlight=False)
     if found[0].late_ms > LATE_MS:
         print(

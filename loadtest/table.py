@@ -7,18 +7,19 @@ from typing import Any
 
 from rich.table import Table
 
-from loadtest.figures import ALL, COLUMNS, Slo, Summary
+from loadtest.figures import ALL, COLUMNS, Column, Slo, Summary
 
-__all__ = ["compared", "group", "note", "table", "versus"]
-
-SHOWN = ("requests", "errors", "TTFT ms", "inter-token ms", "per token ms", "end to end ms", "tokens/s", "goodput/s")
-SAID = ("acceptance", "speculation length", "KLD", "stability", "straggler wait ms", "replicas")
+__all__ = ["compared", "group", "note", "table", "versus", "views"]
 
 
-def table(found: Sequence[Summary], server: bool) -> Table:
-    """What clients saw, or, with `server`, what the server said, a row each group."""
-    columns = [one for one in COLUMNS if one.title in (SAID if server else SHOWN)]
-    title = "What the server says" if server else "What clients saw"
+def views() -> list[tuple[str, list[Column]]]:
+    """(title, columns) of the tables that show a run."""
+    titles = ((False, "What clients saw"), (True, "What the server says"))
+    return [(title, [one for one in COLUMNS if one.said is said]) for said, title in titles]
+
+
+def table(found: Sequence[Summary], title: str, columns: Sequence[Column]) -> Table:
+    """A row each group."""
     grid = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     grid.add_column("class")
     grid.add_column("protocol")

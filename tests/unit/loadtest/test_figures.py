@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.figures import Slo, complaints, summaries, summarise
+from loadtest.figures import COLUMNS, Slo, complaints, summaries, summarise
 from loadtest.records import Record, read_records, write_records
 from loadtest.report import PAGE, SUMMARY, write_comparison, write_report
 from tests.unit.loadtest.conftest import FIGURES
@@ -68,6 +68,15 @@ def test_goodput_asks_for_both_bounds(record: Make, slow: dict[str, float]) -> N
     assert not SLO.kept(record(error="cut"))
 
 
+def test_rates_of_groups_add_up(record: Make) -> None:
+    # Both last 3 s of the run's 12: 9 tokens each.
+    records = [record(), record(workload="code", started_s=9.0, first_token_s=10.0, end_s=12.0)]
+    found = {one.workload: one for one in summaries(records, SLO)}
+    assert found["code"].tokens_per_s == found["chat"].tokens_per_s == pytest.approx(9 / 12)
+    assert found["all"].tokens_per_s == pytest.approx(18 / 12)
+    assert found["code"].goodput_per_s == pytest.approx(1 / 12)
+
+
 def test_groups_are_all_protocols_classes_and_both(record: Make) -> None:
     records = [record(workload=name, protocol=protocol) for name in ("code", "chat") for protocol in ("http", "grpc")]
     assert [(one.workload, one.protocol, one.requests) for one in summaries(records, SLO)] == [
@@ -125,6 +134,8 @@ def test_the_page_needs_nothing_else_and_shows_the_figures(record: Make, tmp_pat
     text = page.read_text()
     assert page == tmp_path / "new" / PAGE
     assert text.count("<svg") == text.count("</svg>") == 4
+    for column in COLUMNS:
+        assert text.count(f"<th>{column.title}</th>") == 1
     for link in ("<script", "<link", "src=", 'href="http', "@import", "url(http"):
         assert link not in text
     # Pictures on one page must not share ids.
