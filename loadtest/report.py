@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from loadtest.figures import COLUMNS, Column, Slo, Summary, complaints, summaries
+from loadtest.figures import ALL, COLUMNS, Column, Slo, Summary, complaints, summaries
 from loadtest.records import RECORDS, Record, write_records
 from loadtest.table import note, versus, views
 
@@ -26,7 +26,8 @@ _FORM = """\
 <style>
 body {{ font: 14px/1.45 system-ui, sans-serif; max-width: 1180px; margin: 2em auto; padding: 0 1em; color: #1c1c1e; }}
 h1 {{ font-size: 1.4em; margin-bottom: 0; }}
-h2 {{ font-size: 1.1em; margin-top: 2em; }}
+h2 {{ font-size: 1.2em; margin-top: 2em; }}
+h3 {{ font-size: 1em; margin: 1.5em 0 0.3em; }}
 p.note, figcaption {{ color: #555; font-size: 0.9em; }}
 p.bad {{ background: #c62828; color: white; padding: 0.5em 0.8em; font-weight: 600; }}
 .wide {{ overflow-x: auto; }}
@@ -60,10 +61,11 @@ def write_report(
     protocols = list(dict.fromkeys(one.protocol for one in sorted(records, key=lambda one: one.protocol)))
     runs = {name: [one for one in records if one.protocol == name] for name in protocols}
     body = [f'<p class="bad">{escape(line)}</p>' for line in complaints(records, bare=bare)]
-    for title, columns in views():
-        body += [f"<h2>{title}</h2>", _table(found, columns)]
-    body.append(_note(note(slo, found[0])))
-    body += ["<h2>Pictures</h2>", *_figures(pictures(runs))]
+    body += _tables([one for one in found if ALL in (one.workload, one.protocol)])
+    body += [_note(note(slo, found[0])), "<h2>Pictures</h2>", *_figures(pictures(runs))]
+    single = [one for one in found if ALL not in (one.workload, one.protocol)]
+    if single:
+        body += ["<h2>Each class over each protocol</h2>", *_tables(single)]
     directory.mkdir(parents=True, exist_ok=True)
     write_records(directory / RECORDS, records)
     tree = {"about": dict(about), "slo": asdict(slo), "summaries": [asdict(one) for one in found]}
@@ -91,13 +93,17 @@ def write_comparison(
     return _write(directory, "dsde load test, two runs", {"first": first, "second": second}, body, names=3)
 
 
+def _tables(found: Sequence[Summary]) -> list[str]:
+    return [f"<h3>{title}</h3>{_table(found, columns)}" for title, columns in views()]
+
+
 def _table(found: Sequence[Summary], columns: Sequence[Column]) -> str:
     head = "".join(f"<th>{escape(one)}</th>" for one in ("class", "protocol", *(column.title for column in columns)))
     rows = []
-    for number, one in enumerate(found):
+    for one in found:
         cells = (one.workload, one.protocol, *(column.text(one) for column in columns))
         text = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        rows.append(f'<tr class="total">{text}</tr>' if number == 0 else f"<tr>{text}</tr>")
+        rows.append(f'<tr class="total">{text}</tr>' if one.workload == one.protocol == ALL else f"<tr>{text}</tr>")
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 

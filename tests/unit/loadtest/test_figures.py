@@ -135,7 +135,8 @@ def test_the_page_needs_nothing_else_and_shows_the_figures(record: Make, tmp_pat
     assert page == tmp_path / "new" / PAGE
     assert text.count("<svg") == text.count("</svg>") == 4
     for column in COLUMNS:
-        assert text.count(f"<th>{column.title}</th>") == 1
+        assert text.count(f"<th>{column.title}</th>") == 2
+    assert text.index("<h2>Pictures</h2>") < text.index("<h2>Each class over each protocol</h2>")
     for link in ("<script", "<link", "src=", 'href="http', "@import", "url(http"):
         assert link not in text
     # Pictures on one page must not share ids.
