@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,26 @@ def test_a_mixed_run_has_no_failure_and_a_report_with_the_server_s_figures(
     page = (tmp_path / "report.html").read_text()
     for value in (f"{total['acceptance']:.2f}", f"{total['kld']:.3f}", f"{total['tokens_per_s']:.1f}"):
         assert f"<td>{value}</td>" in page
+
+
+def test_the_highest_rate_is_found_on_the_application(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--url", served.url, "--address", served.address, "--protocol", "mixed"]
+    load = ["--rate", "1", "--duration", "4", "--minutes", "0.2", "--max-tokens", "4", "--slo-ttft", "60000"]
+    assert main(["loadtest", "--find-rate", *where, *load]) == 0
+    found = re.search(r"highest rate with p95 TTFT up to 60000 ms: (\S+) requests/s", capsys.readouterr().out)
+    assert found is not None
+    assert float(found.group(1)) >= 1
+
+
+def test_ours_and_a_vllm_server_answer_the_same_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--mix", "facts", "--rate", "1", "--duration", "4", "--max-tokens", "4", "--rounds", "1"]
+    assert main(["loadtest", "--against", "vllm", *load, "--report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"TTFT p50 ms +[\d.]+ +[\d.]+ +[+-][\d.]+ +[\d.]+ ", out)
+    ours, theirs = read_records(tmp_path / "dsde"), read_records(tmp_path / "vllm")
+    assert [one.scheduled_s for one in ours] == [one.scheduled_s for one in theirs]
+    assert [one.prompt_tokens for one in ours] == [one.prompt_tokens for one in theirs]
+    for one in (*ours, *theirs):
+        assert (one.error, one.completion_tokens, one.received_tokens) == (None, 4, 4)
+    assert all(one.dsde for one in ours)
+    assert not any(one.speculation for one in theirs)
