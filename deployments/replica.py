@@ -46,7 +46,7 @@ class EngineReplica:
         self._taken = 0
         replica = serve.get_replica_context().replica_id.unique_id
         telemetry = start(config.telemetry, served_name(config), replica, ray_metrics)
-        self._engine = LocalEngine.start(config, telemetry)
+        self._engine = LocalEngine.start(config, replica, telemetry)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Switch the policy; Serve calls this once at the start and at every change of user_config.

@@ -115,6 +115,38 @@ examples:
 --json writes {"cells": [{"trace", "cost", "batch", "temperature", "workload", "policy", ...}], "signals": [...],
 "replay": {...}}.
 """
+_LOADTEST = """\
+Send traffic to a running server over HTTP and gRPC, and report what came back, with the server's own figures.
+
+It is an open loop: a request leaves when it is due, however many are still without an answer. The exit code is 1 when
+a request failed or an answer came without its figures.
+
+Profiles, over the whole --duration, arrivals by chance (Poisson):
+  steady       --rate requests a second
+  ramp         from --rate to --peak and back
+  burst        --rate, and three times --peak for a twentieth of the time
+  diurnal      one day's course between --rate and --peak
+  trace        the times of --input, if it has any (then the default)
+
+what --against takes, one replica, engine arguments as ours:
+  vllm         `vllm serve` without speculation
+  vllm:K       `vllm serve` with K draft tokens a step
+  vllm:dsde    `vllm serve` with our plugin: what Ray Serve costs
+"""
+_LOADTEST_EXAMPLES = """\
+examples:
+  dsde loadtest --quick --report load
+  dsde loadtest --protocol mixed --profile ramp --rate 0.5 --peak 4 --duration 300 --report load
+  dsde loadtest --mix chat=3,code=1 --rate 2 --policy static --report static
+  dsde loadtest --compare load static
+  dsde loadtest --input trace.csv --duration 600
+  dsde loadtest --find-rate --slo-ttft 500
+  dsde loadtest --against vllm --rate 1 --duration 30 --rounds 3
+  dsde loadtest --aiperf there --rate 2
+
+--input takes our own lines, Spec-Bench's question.jsonl, ShareGPT's JSON, and traces (BurstGPT, Azure, Mooncake).
+--report writes report.html, which needs no network, records.jsonl (a request a line) and summary.json.
+"""
 
 
 _CLIENT = """\
@@ -161,7 +193,7 @@ def _ours(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     raised_in = str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""
-    return raised_in.split(".")[0] in ("dsde", "deployments")
+    return raised_in.split(".")[0] in ("dsde", "deployments", "loadtest")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -232,6 +264,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_replay(replay)
     replay.set_defaults(command=_replay)
+
+    loadtest = commands.add_parser(
+        "loadtest",
+        help="send traffic to a running server, and report",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_LOADTEST,
+        epilog=_LOADTEST_EXAMPLES,
+    )
+    _add_loadtest(loadtest)
+    loadtest.set_defaults(command=_loadtest)
 
     simulate = commands.add_parser(
         "simulate",
@@ -365,8 +407,45 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw latencies and throughput, as PNG or SVG")
 
 
-def _add_settings(parser: argparse.ArgumentParser, options: dict[str, _Option]) -> None:
-    group = parser.add_argument_group("settings", "each wins over the environment (DSDE_SECTION__SETTING) and the file")
+def _add_loadtest(parser: argparse.ArgumentParser) -> None:
+    # Values stay text: loadtest.options checks them and names the option.
+    what = parser.add_argument_group("what is sent")
+    what.add_argument("--quick", action="store_true", help="every class over both protocols, in under 3 minutes")
+    what.add_argument("--mix", metavar="CLASS[=WEIGHT],...", help="classes of prompts and their shares (all)")
+    what.add_argument("--input", type=Path, metavar="FILE", help="prompts or a trace instead of ours, see below")
+    what.add_argument("--max-tokens", metavar="N", help="cap of each answer's length (none; --quick: 24)")
+    what.add_argument("--temperature", metavar="T", help="for all requests (each prompt has its own)")
+    what.add_argument("--policy", metavar="NAME", help="speculation policy of all requests; --against: of our server")
+    what.add_argument("--seed", metavar="N", default="0", help="arrivals, order of prompts, sampling (0)")
+    when = parser.add_argument_group("when")
+    when.add_argument("--profile", metavar="NAME", help="steady, ramp, burst, diurnal or trace (steady)")
+    when.add_argument("--rate", metavar="R", help="requests per second (1; --quick: 0.5)")
+    when.add_argument("--peak", metavar="R", help="requests per second at the top (4 times --rate)")
+    when.add_argument("--duration", metavar="S", help="time in which requests leave, in seconds (60; --find-rate: 30)")
+    when.add_argument("--timeout", metavar="S", help="longest wait for an answer's end (300; --quick: 90)")
+    where = parser.add_argument_group("where to")
+    where.add_argument("--protocol", metavar="NAME", help="http, grpc or mixed (http; --quick: mixed)")
+    where.add_argument("--url", metavar="URL", help="HTTP server (http://127.0.0.1:8000)")
+    where.add_argument("--address", metavar="HOST:PORT", help="gRPC server (127.0.0.1:9000)")
+    where.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (VLLM_API_KEY)")
+    result = parser.add_argument_group("what becomes of it, besides a table")
+    result.add_argument("--report", type=Path, metavar="DIR", help="write the report, the records and the figures")
+    result.add_argument("--slo-ttft", metavar="MS", default="2000", help="time to first token of a good answer (2000)")
+    result.add_argument("--slo-tpot", metavar="MS", default="200", help="time per later token of a good answer (200)")
+    instead = parser.add_argument_group("instead")
+    instead.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two reports side by side")
+    instead.add_argument("--find-rate", action="store_true", help="the highest rate with p95 TTFT up to --slo-ttft")
+    instead.add_argument("--minutes", metavar="M", default="10", help="time for --find-rate (10)")
+    instead.add_argument("--against", metavar="ENGINE", help="vllm, vllm:K or vllm:dsde beside our server, see below")
+    instead.add_argument("--rounds", metavar="N", default="2", help="turns of each side of --against (2)")
+    instead.add_argument("--aiperf", type=Path, metavar="DIR", help="write the dataset and command line for AIPerf")
+    own = ("--pair", "--target", "--draft", "--dtype", "--max-model-len", "--max-length", "--max-num-seqs", "--device")
+    _add_settings(parser, {flag: _OPTIONS[flag] for flag in own}, "for the servers that --against starts")
+
+
+def _add_settings(parser: argparse.ArgumentParser, options: dict[str, _Option], what: str = "each") -> None:
+    wins = "wins over the environment (DSDE_SECTION__SETTING) and the file"
+    group = parser.add_argument_group("settings", f"{what} {wins}" if what == "each" else f"{what}; each {wins}")
     group.add_argument("--config", type=Path, metavar="FILE", help="YAML file with the settings")
     for flag, option in options.items():
         group.add_argument(flag, dest=option.setting, metavar=option.metavar, help=f"{option.help} [{option.setting}]")
@@ -473,6 +552,27 @@ def _replay(options: argparse.Namespace) -> int:
     from dsde.bench.replay_session import run
 
     return run(replay_options(options))
+
+
+def _loadtest(options: argparse.Namespace) -> int:
+    settings = {name: value for name, value in vars(options).items() if "." in name and value is not None}
+    if options.against is None and (settings or options.extra or options.config is not None):
+        raise ValueError("settings are for the servers that --against starts; a running server has its own")
+    from loadtest.options import options as loadtest_options
+
+    chosen = loadtest_options(options)
+    from loadtest.session import compare, run
+
+    if options.compare is not None:
+        first, second = options.compare
+        return compare(first, second, chosen.slo, chosen.report)
+    if options.against is None:
+        return run(chosen)
+    if options.policy is not None:
+        setattr(options, "speculation.policy", options.policy)
+    from loadtest.against import run as run_against
+
+    return run_against(chosen, _configuration(options))
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -1,13 +1,13 @@
-"""The prompts: one JSON Lines file per class, {"class", "messages"} a line, written for this project."""
+"""The prompts of a benchmark: the short ones that each class of loadtest/workloads begins with."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from loadtest.workload import classes, read
 
 __all__ = ["MIX", "Prompt", "Question", "classes", "questions", "workload_names"]
 
@@ -28,19 +28,11 @@ class Prompt(NamedTuple):
     token_ids: Sequence[int]
 
 
-PROMPTS = Path(__file__).parent / "prompts"
 MIX = "mix"
+# Short enough for the KV cache that dsde.bench.engines sizes, and always the same: measurements stay comparable.
+QUESTIONS = 12
 # A batch larger than a class gets the same questions with one of these, so that no two of its requests are alike.
 MANNERS = ("", "Take your time and be thorough.", "Write for a curious beginner.", "Use short, plain sentences.")
-
-
-def classes() -> tuple[str, ...]:
-    """The eight classes, in alphabetical order; they stand for the data sets of the paper, and hold none of them.
-
-    summary CNN/DM, abstract XSum, math GSM8K, reasoning HotpotQA, facts NQ, code HumanEval, chat ShareGPT,
-    translation WMT14.
-    """
-    return tuple(sorted(file.stem for file in PROMPTS.glob("*.jsonl")))
 
 
 def workload_names() -> tuple[str, ...]:
@@ -52,8 +44,7 @@ def workload_names() -> tuple[str, ...]:
 def _read(name: str) -> tuple[Question, ...]:
     if name == MIX:
         return tuple(chain.from_iterable(zip(*(_read(one) for one in classes()), strict=True)))
-    lines = (PROMPTS / f"{name}.jsonl").read_text().splitlines()
-    return tuple(Question(name, json.loads(line)["messages"]) for line in lines)
+    return tuple(Question(name, [dict(one) for one in prompt.messages]) for prompt in read(name)[:QUESTIONS])
 
 
 def questions(name: str, start: int, count: int) -> list[Question]:

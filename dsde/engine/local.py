@@ -21,6 +21,7 @@ from dsde.engine.plugin import engine_arguments
 from dsde.engine.remote import EngineUnavailable, GenerateCall
 from dsde.engine.routing import RoutingRecord
 from dsde.engine.stat_logger import EngineLoad
+from dsde.engine.transport import FIGURES_KEY
 from dsde.routing.stats import ReplicaStats
 from dsde.telemetry.setup import Telemetry
 from dsde.telemetry.tracing import headers_of
@@ -38,17 +39,27 @@ class EngineStartError(RuntimeError):
 
 
 class LocalEngine:
-    """An AsyncLLM under DSDE control. telemetry: where its requests and steps are booked, None for nowhere."""
+    """An AsyncLLM under DSDE control.
+
+    name: the replica's, which the figures of its answers carry. telemetry: where its requests and steps are booked,
+    None for nowhere.
+    """
 
     def __init__(
-        self, engine: AsyncLLM, load: EngineLoad, routing: RoutingRecord, telemetry: Telemetry | None = None
+        self,
+        engine: AsyncLLM,
+        load: EngineLoad,
+        routing: RoutingRecord,
+        name: str,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._engine = engine
+        self._name = name
         self._load, self._routing = load, routing
         self._telemetry = telemetry
 
     @classmethod
-    def start(cls, config: DsdeConfig, telemetry: Telemetry | None = None) -> LocalEngine:
+    def start(cls, config: DsdeConfig, name: str, telemetry: Telemetry | None = None) -> LocalEngine:
         """Load the models and start the engine's process; takes tens of seconds.
 
         Raises EngineStartError.
@@ -60,7 +71,7 @@ class LocalEngine:
         load, routing = EngineLoad(telemetry), RoutingRecord(config.engine.max_num_seqs, config.speculation.policy)
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
-            return cls(engine, load, routing, telemetry)
+            return cls(engine, load, routing, name, telemetry)
         except Exception as error:
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error
 
@@ -94,6 +105,8 @@ class LocalEngine:
                 output.prompt_token_ids = None
                 if output.finished:
                     self._routing.finish(call, output)
+                    if FIGURES_KEY in (output.kv_transfer_params or {}):
+                        output.kv_transfer_params[FIGURES_KEY]["replica"] = self._name
                 last = output
                 yield output
         except EngineDeadError:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dsde.config import DsdeConfig
 
-__all__ = ["engine_arguments", "engine_environment", "model_paths", "serve_command"]
+__all__ = ["cli_flags", "engine_arguments", "engine_environment", "model_paths", "serve_command"]
 
 
 def model_paths(config: DsdeConfig) -> tuple[str, str]:
@@ -97,10 +98,16 @@ def serve_command(config: DsdeConfig) -> str:
     arguments = engine_arguments(config)
     words = [f"{name}={shlex.quote(value)}" for name, value in engine_environment(config).items()]
     words += ["vllm", "serve", shlex.quote(str(arguments.pop("model")))]
+    return " ".join([*words, *map(shlex.quote, cli_flags(arguments))])
+
+
+def cli_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as words of a `vllm serve` command."""
+    words: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             words.append(flag if value else "--no-" + flag[2:])
         else:
-            words += [flag, shlex.quote(json.dumps(value) if isinstance(value, dict) else str(value))]
-    return " ".join(words)
+            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import json
 
-from dsde.bench.workload import MANNERS, PROMPTS, Question, classes, questions, workload_names
+from dsde.bench.workload import MANNERS, Question, classes, questions, workload_names
 
 
 def text(chosen: list[Question]) -> list[str]:
@@ -13,9 +14,15 @@ def test_eight_classes_of_twelve() -> None:
     assert classes() == ("abstract", "chat", "code", "facts", "math", "reasoning", "summary", "translation")
     assert workload_names() == ("mix", *classes())
     for name in classes():
-        lines = [json.loads(line) for line in (PROMPTS / f"{name}.jsonl").read_text().splitlines()]
-        assert len(lines) == 12
-        assert {line["class"] for line in lines} == {name}
+        assert questions(name, 0, 13)[12].chat[0]["content"].startswith(questions(name, 0, 1)[0].chat[0]["content"])
+
+
+def test_the_questions_are_those_of_every_measurement_so_far() -> None:
+    everything = json.dumps([chat for name in classes() for _, chat in questions(name, 0, 12)])
+    assert (
+        hashlib.sha256(everything.encode()).hexdigest()
+        == "897f8aefaab0f22769c42fbba4d249c587acdd67177bee9e3a617c166280e695"
+    )
 
 
 def test_the_mix_takes_the_classes_in_turn() -> None:
