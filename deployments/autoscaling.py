@@ -1,7 +1,7 @@
 """How many engine replicas the load needs: the autoscaling policy that a Serve configuration names by import path.
 
-A replica has as many places as requests can decode together in it: no more than its engine takes, than its KV cache holds,
-and than leave its predicted step short enough. The load is every request that Serve has, queued ones included.
+A replica has as many places as requests can decode together in it: no more than its engine takes, than its KV cache
+holds, and than leave its predicted step short enough. The load is every request that Serve has, queued ones included.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _KV_NOISE = 0.05
 
 
 def signals(stats: ReplicaStats) -> dict[str, float]:
-    """What a replica reports. running: requests that decode. slots: requests that its engine takes. kv_use: share of the
-    KV cache. step_ms, request_ms: a step of n requests is predicted to take step_ms + n request_ms; both are absent until
-    the engine has measured its costs.
+    """What a replica reports.
+
+    running: requests that decode. slots: requests that its engine takes. kv_use: share of the KV cache. step_ms,
+    request_ms: a step of n requests is predicted to take step_ms + n request_ms; both are absent until the engine has
+    measured its costs.
     """
     reported = {"running": float(stats.running), "slots": float(stats.slots), "kv_use": stats.kv_use}
     if stats.verify_ms is not None and stats.draft_ms is not None:
@@ -35,7 +37,7 @@ def signals(stats: ReplicaStats) -> dict[str, float]:
 
 
 def places(reported: Mapping[str, float], *, step_ms: float, kv_use: float) -> float:
-    """Requests that can decode together in a replica, at least 1. step_ms, kv_use: the longest step, the fullest cache."""
+    """Requests that can decode together in a replica, at least 1. step_ms: the longest step. kv_use: the fullest cache."""
     found = reported["slots"]
     if reported["kv_use"] > _KV_NOISE and reported["running"] > 0.0:
         found = min(found, reported["running"] * kv_use / reported["kv_use"])
@@ -47,9 +49,9 @@ def places(reported: Mapping[str, float], *, step_ms: float, kv_use: float) -> f
 class EngineLoad:
     """As many replicas as it takes for their places to be occupied to a given share.
 
-    step_ms: longest predicted step, which is a client's longest wait between two pieces of text. kv_use: share of the KV
-    cache that may be in use. occupancy: share of the places that may be taken. Serve keeps the answer between its least and
-    most replicas, and waits its delays. ValueError names a setting, its value and what is accepted.
+    step_ms: longest predicted step, which is a client's longest wait between two pieces of text. kv_use: share of the
+    KV cache that may be in use. occupancy: share of the places that may be taken. Serve keeps the answer between its
+    least and most replicas, and waits its delays. ValueError names a setting, its value and what is accepted.
     """
 
     def __init__(self, step_ms: float, kv_use: float = 0.85, occupancy: float = 0.7) -> None:

@@ -1,7 +1,7 @@
 """The Grafana dashboard and the Prometheus alert rules, described once.
 
-`python -m dsde.telemetry.monitoring k8s` writes k8s/dashboards/dsde.json, and the rules into k8s/alerts/ as Prometheus reads
-them and as its operator does.
+`python -m dsde.telemetry.monitoring k8s` writes k8s/dashboards/dsde.json, and the rules as Prometheus reads them,
+k8s/alerts/dsde.yaml, and as its operator does, k8s/alerts/prometheus-rule.yaml.
 """
 
 from __future__ import annotations
