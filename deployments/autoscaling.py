@@ -37,7 +37,7 @@ def signals(stats: ReplicaStats) -> dict[str, float]:
 
 
 def places(reported: Mapping[str, float], *, step_ms: float, kv_use: float) -> float:
-    """Requests that can decode together in a replica, at least 1. step_ms: the longest step. kv_use: the fullest cache."""
+    """Requests that can decode together in a replica, at least 1. step_ms: the longest step. kv_use: a full cache."""
     found = reported["slots"]
     if reported["kv_use"] > _KV_NOISE and reported["running"] > 0.0:
         found = min(found, reported["running"] * kv_use / reported["kv_use"])

@@ -48,7 +48,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Node:
-    """A `ray start` of its own, as in a pod. http, grpc: its proxy's ports. metrics: that of Ray's Prometheus endpoint."""
+    """A `ray start` of its own, as in a pod. http, grpc: its proxy's ports. metrics: Ray's port for Prometheus."""
 
     def __init__(self, arguments: list[str], held: dict[str, str], *, cpus: int, memory: str, log: Path) -> None:
         self.http, self.grpc, self.metrics, *agents = free_ports(6)

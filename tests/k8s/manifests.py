@@ -102,10 +102,8 @@ def selects(selector: Manifest, labels: dict[str, str]) -> bool:
 
 def labels(overlay: str) -> dict[str, dict[str, str]]:
     """Labels of each kind of pod, with those that KubeRay adds to its own."""
-    found = {
-        name: group["template"]["metadata"]["labels"] | {"ray.io/node-type": name}
-        for name, group in groups(overlay).items()
-    }
+    templates = {name: group["template"]["metadata"] for name, group in groups(overlay).items()}
+    found = {name: each["labels"] | {"ray.io/node-type": name} for name, each in templates.items()}
     # KubeRay's default for workers; readiness decides whether traffic comes.
     found["worker"] = found["worker"] | {"ray.io/serve": "true"}
     collector = one(overlay, "Deployment", "dsde-collector")["spec"]["template"]["metadata"]["labels"]

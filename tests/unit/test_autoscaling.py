@@ -77,8 +77,8 @@ def test_without_a_report_nothing_changes() -> None:
     ("settings", "named"),
     [
         ({"step_ms": 0}, "step_ms = 0"),
-        ({"step_ms": 1, "kv_use": 1.2}, "kv_use"),
-        ({"step_ms": 1, "occupancy": 0}, "occup"),
+        ({"step_ms": 1, "kv_use": 1.2}, "kv_use = 1.2"),
+        ({"step_ms": 1, "occupancy": 0}, "occupancy = 0"),
     ],
 )
 def test_a_bad_setting_is_named(settings: dict[str, float], named: str) -> None:
