@@ -32,7 +32,7 @@ def test_dsde_takes_its_arguments(overlay: str) -> None:
         grpc["port"],
     )
     if (policy := options(overlay, "EngineReplica").get("user_config")) is not None:
-        build_policy(**policy, max_length=config.speculation.max_length)
+        build_policy(policy["policy"], policy.get("settings", {}), config.speculation.max_length)
 
 
 def test_the_cpu_overlay_serves_what_make_run_serves(overlay: str) -> None:
