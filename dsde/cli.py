@@ -77,6 +77,7 @@ examples:
 load has the batch "1-4-16-32-4-1", and its static-opt is the best single length for the whole run.
 """
 
+
 _SIMULATE = """\
 Compare request routers on modelled replicas, in seconds and without an engine.
 
@@ -114,6 +115,8 @@ examples:
 --json writes {"cells": [{"trace", "cost", "batch", "temperature", "workload", "policy", ...}], "signals": [...],
 "replay": {...}}.
 """
+
+
 _CLIENT = """\
 Ask a running server one question and watch the answer come, with the figures of its speculation below it.
 
