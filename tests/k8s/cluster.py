@@ -115,6 +115,8 @@ class Cluster:
     def add_worker(self) -> Node:
         node = self._start("worker", [f"--address={self._address}"])
         self.nodes.append(node)
+        # One after the other: Ray nodes that share a machine, and start together, wait for each other.
+        seconds_until(lambda: len(self.alive_nodes()) == len(self.nodes), _START_TIMEOUT_S)
         return node
 
     def _start(self, kind: str, arguments: list[str]) -> Node:
