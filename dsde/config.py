@@ -19,6 +19,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from dsde.control.policies import DEFAULT_POLICY, build_policy
+
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
@@ -72,14 +74,12 @@ class ModelConfig(_Section):
 class SpeculationConfig(_Section):
     """The controller: a policy, its settings and the longest speculation length."""
 
-    policy: str = Field("paper", description="policy that sets each request's speculation length")
+    policy: str = Field(DEFAULT_POLICY, description="policy that sets each request's speculation length")
     settings: dict[str, Any] = Field(default_factory=dict, description="the policy's own settings, by name")
     max_length: int = Field(8, ge=1, le=64, description="longest speculation length in draft tokens")
 
     @model_validator(mode="after")
     def _known_policy(self) -> SpeculationConfig:
-        from dsde.control.policies import build_policy
-
         build_policy(self.policy, self.settings, self.max_length)
         return self
 

@@ -348,8 +348,9 @@ class Controller:
     def _spend(self, observation: StepObservation, plan: SpeculationPlan | None, depth: int) -> StepTime:
         """Learn the costs of the step; its times."""
         drafting = len(plan.lengths) if plan is not None else len(observation.draft_ids)
-        # Without a count of tokens, the step's own: one for each request, and its drafts.
-        tokens = observation.num_tokens or len(observation.request_ids) + observation.kld.size
+        # One for each request, and its drafts. Reading prompts is no part of what decoding costs.
+        decoded = len(observation.request_ids) + observation.kld.size
+        tokens = decoded if observation.has_prefill else observation.num_tokens or decoded
         time = self._cost.learn(
             tokens,
             observation.step_ms,
@@ -450,7 +451,6 @@ class Controller:
                     verify_ms=time.verify,
                     draft_ms=time.draft,
                     plain_ms=plain_ms,
-                    measured=time.measured,
                 )
             )
 

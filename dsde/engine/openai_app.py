@@ -28,7 +28,6 @@ async def build_openai_app(client: EngineClient, served_name: str, tool_call_par
     tasks = await client.get_supported_tasks()
     arguments = _arguments(client.model_config.model, served_name, tool_call_parser)
     app = build_app(arguments, tasks, client.model_config)
-    app.add_middleware(HintHeader)
     await init_app_state(client, app.state, arguments, tasks)
     # vLLM's error handler asks this server to exit when its engine has died; ours outlives its engines.
     app.state.server = SimpleNamespace()
@@ -42,6 +41,7 @@ def _arguments(model: str, served_name: str, tool_call_parser: str | None) -> Na
     # vLLM takes no tool at all, not even a named one, without a parser.
     arguments.enable_auto_tool_choice = tool_call_parser is not None
     arguments.tool_call_parser = tool_call_parser
+    arguments.middleware = [f"{HintHeader.__module__}.{HintHeader.__name__}"]
     arguments.enable_per_request_metrics = True
     arguments.enable_prompt_tokens_details = True
     # This switch starts a loop that logs an in-process engine's statistics; engines behind a client log their own.

@@ -19,6 +19,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from dsde.control.controller import Controller
+from dsde.control.policies import DEFAULT_POLICY
 from dsde.control.records import SpeculationPlan
 from dsde.engine.events import Events
 from dsde.engine.options import RequestOptions, parse
@@ -66,7 +67,7 @@ class _Speculation(Scheduler):
             )
         settings = dict((self.vllm_config.additional_config or {}).get("dsde", {}))
         self.controller = Controller(
-            settings.get("policy", "paper"),
+            settings.get("policy", DEFAULT_POLICY),
             settings.get("settings", {}),
             capacity=self.max_num_running_reqs,
             max_length=self.num_spec_tokens,

@@ -14,7 +14,9 @@ from dsde.control.policies.paper import Paper, PaperSettings
 from dsde.control.policies.reference import Reference, ReferenceSettings
 from dsde.control.policies.static import Static, StaticSettings
 
-__all__ = ["Policy", "Proposal", "build_policy", "policy_names"]
+__all__ = ["DEFAULT_POLICY", "Policy", "Proposal", "build_policy", "policy_names"]
+
+DEFAULT_POLICY = "goodput"
 
 _REGISTRY: dict[str, Registration] = {
     "adaedl": Registration(AdaEdl, AdaEdlSettings),

@@ -88,7 +88,7 @@ class Step:
 
     size: requests that decoded in the step, of other policies too. verify_ms, draft_ms: times of the step's two halves
     for the whole batch, draft_ms 0 where nothing was drafted after it. plain_ms: expected time of a step in which the
-    same requests decode without speculation. measured: whether verify_ms was, or is what was expected.
+    same requests decode without speculation.
     """
 
     slots: Ints
@@ -98,7 +98,6 @@ class Step:
     verify_ms: float
     draft_ms: float
     plain_ms: float
-    measured: bool
 
 
 class Policy(ABC):

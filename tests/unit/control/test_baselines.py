@@ -22,7 +22,6 @@ def verified(slots: list[int], drafted: list[int], accepted: list[int]) -> Step:
         verify_ms=1.0,
         draft_ms=0.0,
         plain_ms=1.0,
-        measured=True,
     )
 
 

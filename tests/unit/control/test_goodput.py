@@ -21,6 +21,7 @@ class Engine:
         self.controller, self.ids, self.temperature = controller, list(ids), temperature
         self.kept = dict.fromkeys(self.ids, 0)
         self.time = self.tokens = self.drafting = 0.0
+        self.prompt_tokens = 0
 
     def step(self, top: float, accept: float, rng: random.Random) -> tuple[SpeculationPlan, SpeculationPlan]:
         n = len(self.ids)
@@ -50,8 +51,9 @@ class Engine:
                 draft_ids=tuple(self.ids) if some else (),
                 draft_top_prob=top + noise if some else None,
                 draft_entropy=1.0 - top + np.abs(noise) if some else None,
-                step_ms=verify,
-                num_tokens=tokens,
+                step_ms=verify + TOKEN * self.prompt_tokens,
+                num_tokens=tokens + self.prompt_tokens,
+                has_prefill=self.prompt_tokens > 0,
             ),
             plan,
         )
@@ -287,6 +289,16 @@ def test_a_small_gain_is_checked_once_against_a_plain_step() -> None:
     # What five tokens take was never measured, until one step decodes plainly.
     depths = [engine.step(0.6, 0.6, rng)[0].depth for _ in range(100)]
     assert depths.count(0) == 1
+
+
+def test_reading_the_prompts_of_others_is_no_loss_of_speculation() -> None:
+    engine = Engine(controller(4), ["a", "b", "c", "d"])
+    rng = random.Random(4)
+    depths = []
+    for step in range(120):
+        engine.prompt_tokens = 700 if step % 3 == 0 else 0
+        depths.append(engine.step(0.9, 0.9, rng)[0].depth)
+    assert min(depths[60:]) > 0
 
 
 def test_what_coming_back_cost_makes_probes_rare() -> None:
