@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenAIIngress"]
 
-_HEALTH_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 0.8
 
 
 @serve.deployment(
@@ -91,11 +91,14 @@ class OpenAIIngress(InferenceService):
     async def _check_engines(self) -> None:
         from dsde.engine.remote import EngineUnavailable
 
-        # A broadcast asks every replica past its queue, so a busy engine is not mistaken for a dead one.
         try:
             asked = self._engines.broadcast("healthy")
             answers = await asyncio.wait_for(asked.results_async(return_exceptions=True), _HEALTH_TIMEOUT_S)
-        except (TimeoutError, DeploymentUnavailableError) as error:
-            raise EngineUnavailable("no engine replica answers") from error
+        except TimeoutError:
+            # A replica that has all the requests it takes lets this one wait too: full is not dead. Those that are
+            # dead say so at once, or are taken off the list by Serve.
+            return
+        except DeploymentUnavailableError as error:
+            raise EngineUnavailable("there is no engine replica") from error
         if True not in answers:
             raise EngineUnavailable(f"none of {len(answers)} engine replicas is healthy")

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsde.bench.replays import halves
 from dsde.bench.trail import FALLING, SIGNALS, Trail, acceptance, auc, slot_acceptance, spearman
 from dsde.bench.workload import MIX
+from dsde.control.arrays import Floats, Ints
 from dsde.control.controller import Controller
 from dsde.control.policies.base import Batch
 from dsde.control.policies.static import Static, StaticSettings
@@ -26,8 +26,6 @@ from dsde.control.trace import Trace
 __all__ = ["Bin", "Foresight", "calibration", "foresee"]
 
 BINS = 10
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +131,8 @@ class _Probe(Static):
         super().__init__(StaticSettings(length), length)
         self.said: dict[str, list[float]] = {}
 
-    def trim(self, batch: Batch, lengths: Any) -> Any:
-        survival, counts = map(np.asarray, batch.acceptance.drafts(batch.slots))
+    def trim(self, batch: Batch, lengths: Ints) -> Ints:
+        survival, counts = batch.acceptance.drafts(batch.slots)
         before = np.concatenate((np.ones((len(survival), 1)), survival[:, :-1]), axis=1)
         chances = survival / np.maximum(before, 1e-300)
         for request, row, count in zip(batch.ids, chances, counts.tolist(), strict=True):
@@ -182,10 +180,8 @@ class _Witness(Controller):
 
     def _note(self, request: str, observation: StepObservation) -> None:
         said = self._probe.said.pop(request, [])
-        [drafted], [accepted] = (
-            np.asarray(one).tolist() for one in (observation.num_draft_tokens, observation.num_accepted_tokens)
-        )
+        [drafted], [accepted] = observation.num_draft_tokens.tolist(), observation.num_accepted_tokens.tolist()
         tried = min(accepted + 1, drafted, len(said))
         self._seen.predicted += said[:tried]
         self._seen.accepted += [float(slot < accepted) for slot in range(tried)]
-        self._seen.overlap += np.asarray(observation.overlap).tolist()[:tried]
+        self._seen.overlap += observation.overlap.tolist()[:tried]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsde.bench.cell import Cell
 from dsde.bench.engines import OnStep
+from dsde.control.arrays import Floats
 from dsde.control.history import WINDOW
 from dsde.control.records import SpeculationPlan, StepObservation
 from dsde.control.signals import weighted_variance, wvir
@@ -33,8 +33,6 @@ AVERAGE_MEMORY = 0.95
 
 # The paper's windows and decay.
 SHORT, DECAY = 10, 0.85
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -137,9 +135,8 @@ def _attempts(trails: Sequence[Trail]) -> Iterator[_Attempt]:
         klds: dict[str, list[float]] = {}
         sums: dict[str, tuple[float, float]] = {}
         for observation, _ in trail.steps:
-            counts = np.asarray(observation.num_draft_tokens)
-            positions = np.split(np.asarray(observation.kld, dtype=np.float64), np.cumsum(counts)[:-1])
-            accepted = np.asarray(observation.num_accepted_tokens).tolist()
+            positions = np.split(observation.kld.astype(np.float64), np.cumsum(observation.num_draft_tokens)[:-1])
+            accepted = observation.num_accepted_tokens.tolist()
             for request, kld, taken in zip(observation.request_ids, positions, accepted, strict=True):
                 before = known.pop(request, {})
                 top, entropy = said.pop(request, ([], []))
@@ -154,8 +151,8 @@ def _attempts(trails: Sequence[Trail]) -> Iterator[_Attempt]:
                 now = {"kld": float(kld.mean()), "wvir": _wvir(history), "average": hits / tries}
                 known[request] = {signal: value for signal, value in now.items() if np.isfinite(value)}
             if observation.draft_top_prob is not None and observation.draft_entropy is not None:
-                rows = (np.asarray(one).tolist() for one in (observation.draft_top_prob, observation.draft_entropy))
-                said.update(zip(observation.draft_ids, zip(*rows, strict=True), strict=True))
+                rows = zip(observation.draft_top_prob.tolist(), observation.draft_entropy.tolist(), strict=True)
+                said.update(zip(observation.draft_ids, rows, strict=True))
 
 
 def spearman(one: Floats, other: Floats) -> float | None:

@@ -21,6 +21,7 @@ FEATURES = 5
 Standing: logit of the request's average, less that of all requests. The constant carries what is common to all, so that
 nothing shifts under the other weights while the averages still settle.
 """
+# .4 is the logit of FIRST, for a slot of which only the constant speaks.
 BEFORE_PRIOR = (0.4, 0.0, 0.0, 1.0, 0.0)
 AFTER_PRIOR = (0.0, 0.5, 0.0, 0.5, 0.0)
 ONWARD_PRIOR = (0.4, 0.1, 0.0, 0.9, 0.0)
@@ -73,6 +74,7 @@ class Acceptance:
         self._sums = np.zeros((capacity, 2))
         self._seen = np.zeros(capacity)
         self._sampled = np.zeros(capacity, dtype=np.int64)
+        self._latest = 0
         self._all = np.array([[FIRST * FIRST_WEIGHT, FIRST_WEIGHT]] * 2)
         self._common = self._all[:, 0] / self._all[:, 1]
         self._spread = np.repeat(np.array([RESOLUTION_PRIOR] * 2)[:, :, None], max_length, axis=2)
@@ -96,11 +98,11 @@ class Acceptance:
         self.waiting = False
 
     def start(self, slot: int) -> None:
-        """Begin a request in `slot`: no drafts, no average of its own."""
+        """Begin a request in `slot`: no drafts, no average of its own; it is taken to be as hot as the latest one."""
         self._pending[slot] = 0
         self._sums[slot] = 0.0
         self._seen[slot] = self._clock
-        self._sampled[slot] = 0
+        self._sampled[slot] = self._latest
         self._known = None
 
     def standing(self, slots: Ints) -> Floats:
@@ -276,6 +278,7 @@ class Acceptance:
     def _sample(self, slots: Ints, temperature: Numbers) -> Ints:
         sampled = (temperature > 0.0).astype(np.int64)
         self._sampled[slots] = sampled
+        self._latest = int(sampled[-1])
         self._known = None
         return sampled
 

@@ -21,7 +21,7 @@ class PriceStop:
     """Another draft step iff sum_i max(0, S_ij a_next - threshold) > step_price, in tokens.
 
     S_ij: survival of request i's slot j. a_next: acceptance expected of the slot after it. rows: request id -> row of
-    after, onward [B, 5] and own [B], the weights of its two models and the logit of its average.
+    after, onward [B, 5] and own [B], the weights of its two models and its standing.
     """
 
     rows: Mapping[str, int]

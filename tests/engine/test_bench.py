@@ -111,7 +111,8 @@ def test_rounds_measure_every_contender(engines: tuple[Any, Any], tmp_path: Path
         assert 1.0 < own["static-3"].mean_acceptance_length < 4.0
         assert 0.0 < own["static-3"].wasted_draft_share < 1.0
     lines = output.getvalue().splitlines()
-    assert len(lines) == len(scenes) * (len(everybody) + 2) * 2
+    lessons = len(scenes)  # one for each, of the one contender that learns
+    assert len(lines) == len(scenes) * (len(everybody) + 2) * 2 + lessons
     assert lines[-1].endswith(f"({len(lines)} of {len(lines)}, about 0 s left)")
 
     write_json(tmp_path / "bench.json", rounds.results, {"cores": 1})
@@ -126,7 +127,7 @@ def test_rounds_measure_every_contender(engines: tuple[Any, Any], tmp_path: Path
         assert len(values) > 0
         assert 0 <= shares.min() < shares.max() <= 1
     trace = recorder.trace({})
-    assert len(trace.requests) == sum(BATCHES) * 2 * 2
+    assert len(trace.requests) == sum(scene.requests for scene in scenes) * 2
     assert {len(one.top_prob) for request in trace.requests for one in request.rounds} == {3}
     files = draw(tmp_path / "pictures", rounds.results, trails)
     assert {file.name for file in files} >= {

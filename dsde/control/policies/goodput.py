@@ -1,8 +1,9 @@
-"""Policy `goodput`: draft and verify what pays, by prices learnt while serving; never slower than plain decoding.
+"""Policy `goodput`: draft and verify what pays, by prices learnt while serving.
 
 Before drafting a price of time is fixed: rho, the best rate of tokens that the batch can reach. A slot is verified iff
 its survival exceeds rho times the cost of one more token; the batch drafts as deep as that pays for. Loss against plain
-decoding is bounded by a ledger; while speculation rests, cheap probes find out when it would pay again.
+decoding is bounded by a ledger. Where drafting pays only if acceptance is one standard error above what is expected,
+one draft token a step finds out; while speculation rests, cheap probes find out when it would pay again.
 """
 
 from __future__ import annotations

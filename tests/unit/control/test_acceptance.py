@@ -148,6 +148,17 @@ def test_hope_fades_with_evidence_and_comes_back_with_time() -> None:
     assert float((model.hopeful(slot) - model.expect(slot)[0])[0, 0]) > 2 * hope[-1]
 
 
+def test_a_new_request_is_expected_to_do_as_the_latest_did() -> None:
+    model = Acceptance(2, 1)
+    slot = np.array([0])
+    for _ in range(100):
+        model.tick()
+        model.draft(slot, 1, None, None)
+        model.learn(Verification(slot, np.array([1]), np.array([0]), np.full((1, 1), 0.1)), np.ones(1))
+    model.start(1)
+    assert model.expect(np.array([1]))[0][0, 0] < 0.5
+
+
 def test_labels_end_at_the_first_rejection_and_are_overlaps_when_sampled() -> None:
     model = Acceptance(1, 4)
     slot = np.array([0])
