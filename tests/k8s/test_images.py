@@ -59,7 +59,7 @@ def test_the_image_has_what_kuberay_calls_and_runs_as_the_pods_user(device: str)
     (user,) = re.findall(r"^USER (\d+)$", final, re.M)
     for group in groups(device).values():
         assert group["template"]["spec"]["securityContext"]["runAsUser"] == int(user)
-    assert "COPY --chmod=755 k8s/drain /usr/local/bin/dsde-drain" in final
+    assert "COPY --chmod=755 k8s/drain.py /usr/local/bin/dsde-drain" in final
     assert "/opt/dsde/bin:$PATH' >/etc/profile.d/dsde.sh" in final
     for model in ("models prepare", "hf download", "huggingface"):
         assert model not in dockerfile(device)
