@@ -89,19 +89,19 @@ class Node:
 
 
 class Cluster:
-    """The Ray cluster of an overlay: a head without cores, and workers that join it."""
+    """The Ray cluster of an overlay: a head without cores, and workers that join it. dashboard: its port."""
 
     def __init__(self, overlay: str) -> None:
         self._groups = groups(overlay)
         # Short: it holds sockets, whose paths have a limit.
         self.folder = Path(tempfile.mkdtemp(prefix="dsde-", dir="/tmp"))
-        gcs, self._dashboard, client = free_ports(3)
+        gcs, self.dashboard, client = free_ports(3)
         self._address = f"127.0.0.1:{gcs}"
-        arguments = ["--head", f"--port={gcs}", "--dashboard-host=127.0.0.1", f"--dashboard-port={self._dashboard}"]
+        arguments = ["--head", f"--port={gcs}", "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}"]
         arguments += [f"--ray-client-server-port={client}", f"--temp-dir={self.folder}"]
         self.nodes = [self._start("head", arguments)]
         self._rest = httpx.Client(
-            base_url=f"http://127.0.0.1:{self._dashboard}",
+            base_url=f"http://127.0.0.1:{self.dashboard}",
             headers={"x-ray-authorization": f"Bearer {_TOKEN}"},
             timeout=30,
             trust_env=False,
@@ -150,7 +150,7 @@ class Cluster:
 
     def anonymous_status(self) -> int:
         """The answer to somebody without the cluster's token."""
-        url = f"http://127.0.0.1:{self._dashboard}/api/serve/applications/"
+        url = f"http://127.0.0.1:{self.dashboard}/api/serve/applications/"
         return httpx.get(url, trust_env=False, timeout=30).status_code
 
     def application(self) -> dict[str, Any]:
@@ -158,9 +158,12 @@ class Cluster:
         return dict(details["applications"].get("dsde", {}))
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
-        """Those that serve."""
-        found = self.application()["deployments"][deployment]["replicas"]
-        return [each for each in found if each["state"] == "RUNNING"]
+        """Those that start, serve or stop."""
+        return list(self.application()["deployments"][deployment]["replicas"])
+
+    def engines(self) -> set[str]:
+        """The engine replicas that serve."""
+        return {each["replica_id"] for each in self.replicas("EngineReplica") if each["state"] == "RUNNING"}
 
     def serves(self) -> bool:
         """Whether the application is up; AssertionError with Serve's reason when it never will be."""
@@ -176,12 +179,17 @@ class Cluster:
         nodes = self._rest.get("/nodes?view=summary").json()["data"]["summary"]
         return {each["raylet"]["nodeId"]: each for each in nodes if each["raylet"]["state"] == "ALIVE"}
 
+    def places(self, nodes: list[Node]) -> dict[str, Node]:
+        """Each node by Ray's id of it."""
+        ids = {each["raylet"]["metricsExportPort"]: node for node, each in self.alive_nodes().items()}
+        return {ids[node.metrics]: node for node in nodes}
+
     def stop(self) -> None:
         """End every process of every node, and see them gone."""
         started = [one for node in self.nodes for one in node.processes()]
         for node in reversed(self.nodes):
             node.terminate()
-        _, alive = psutil.wait_procs(started, timeout=15)
+        _, alive = psutil.wait_procs(started, timeout=5)
         for one in alive:
             with suppress(psutil.NoSuchProcess):
                 one.kill()

@@ -38,7 +38,7 @@ SECRETS = {
     "gpu": {("dsde-api-key", "VLLM_API_KEY"), ("dsde-hub-token", "HF_TOKEN")},
     "gpu-redis": {("dsde-api-key", "VLLM_API_KEY"), ("dsde-hub-token", "HF_TOKEN"), ("dsde-redis", "password")},
 }
-MIB = 2**20
+OPERATOR = {"podSelector": {"matchLabels": {"app.kubernetes.io/component": "kuberay-operator"}}}
 
 pytestmark = pytest.mark.parametrize("overlay", OVERLAYS)
 
@@ -99,12 +99,17 @@ def test_other_namespaces_reach_the_serving_ports_and_no_other(overlay: str) -> 
             for source in rule["from"]:
                 if "namespaceSelector" in source:
                     opened.setdefault(json.dumps(source), set()).update(port["port"] for port in rule["ports"])
-        monitoring = json.dumps({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}})
-        expected = {json.dumps({"namespaceSelector": {}}): OPEN_TO_ALL, monitoring: {"metrics"}}
-        operators = [source for source in opened if "kuberay-operator" in source]
+        expected = {
+            json.dumps({"namespaceSelector": {}}): OPEN_TO_ALL,
+            json.dumps(namespace("monitoring")): {"metrics"},
+        }
         if pod == "head":
-            assert [opened.pop(source) for source in operators] == [{"dashboard"}]
+            expected[json.dumps(namespace("kuberay-system") | OPERATOR)] = {"dashboard"}
         assert opened == ({} if pod == "collector" else expected)
+
+
+def namespace(name: str) -> Manifest:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
 def test_ray_nodes_reach_each_other_and_the_collector(overlay: str) -> None:
