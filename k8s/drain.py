@@ -61,8 +61,11 @@ def in_use(dashboard: str, metrics: str, node: str) -> bool:
         told = json.loads(fetch(f"{dashboard}/api/serve/applications/"))
     except (OSError, ValueError):
         return ongoing(metrics) > 0
-    deployments = [one for app in told["applications"].values() for one in app["deployments"].values()]
-    replicas = {replica["node_id"] for deployment in deployments for replica in deployment["replicas"]}
+    deployments = [app["deployments"] for app in told["applications"].values()]
+    if {} in deployments:
+        # An application that Serve is building: its replicas run, and are not listed.
+        return True
+    replicas = {replica["node_id"] for each in deployments for one in each.values() for replica in one["replicas"]}
     return node in replicas | told["proxies"].keys()
 
 

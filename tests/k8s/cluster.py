@@ -158,8 +158,8 @@ class Cluster:
         return dict(details["applications"].get("dsde", {}))
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
-        """Those that start, serve or stop."""
-        return list(self.application()["deployments"][deployment]["replicas"])
+        """Those that start, serve or stop; Serve lists none while it builds a changed application."""
+        return list(self.application()["deployments"].get(deployment, {}).get("replicas", []))
 
     def engines(self) -> set[str]:
         """The engine replicas that serve."""

@@ -78,8 +78,10 @@ def told(*, replicas: tuple[str, ...], proxies: tuple[str, ...]) -> str:
         (told(replicas=(NODE, OTHER), proxies=(OTHER,)), True),
         (told(replicas=(OTHER,), proxies=(NODE, OTHER)), True),
         (told(replicas=(OTHER,), proxies=(OTHER,)), False),
+        (json.dumps({"applications": {"dsde": {"deployments": {}}}, "proxies": {}}), True),
+        (json.dumps({"applications": {}, "proxies": {}}), False),
     ],
-    ids=["a replica stays", "a proxy drains", "neither"],
+    ids=["a replica stays", "a proxy drains", "neither", "nothing is told", "nothing is served"],
 )
 def test_a_node_is_in_use_while_serve_names_it(serving: Any, answer: str, expected: bool) -> None:
     head = serving({"/api/serve/applications/": [answer], "/metrics": [METRICS]})
