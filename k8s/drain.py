@@ -10,9 +10,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
+from time import sleep
 
 POLL_S = 2
 SETTLE_S = 15
@@ -28,9 +28,9 @@ def main() -> None:
     dashboard = f"http://{head.rpartition(':')[0]}:{os.environ.get('DASHBOARD_PORT', 8265)}"
     metrics = f"http://127.0.0.1:{os.environ.get('METRICS_PORT', 8080)}"
     ask_to_drain(head, node)
-    time.sleep(SETTLE_S)
+    sleep(SETTLE_S)
     while in_use(dashboard, metrics, node):
-        time.sleep(POLL_S)
+        sleep(POLL_S)
 
 
 def own_node(processes: Path = Path("/proc")) -> str:

@@ -127,7 +127,7 @@ def test_it_asks_ray_once_and_returns_when_serve_has_left(
     monkeypatch.setenv("DASHBOARD_PORT", str(head.server_port))
     monkeypatch.setenv("NODE_ID", NODE)
     waits: list[float] = []
-    monkeypatch.setattr(drain.time, "sleep", waits.append)
+    monkeypatch.setattr(drain, "sleep", waits.append)
     drain.main()
     assert waits == [drain.SETTLE_S, drain.POLL_S, drain.POLL_S]
     (asked,) = (tmp_path / "asked").read_text().splitlines()
