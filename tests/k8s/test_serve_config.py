@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
-from ray.serve.schema import ServeDeploySchema
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from deployments.app import build_app, configuration
 from deployments.ingress import OpenAIIngress
@@ -54,3 +58,19 @@ def test_the_application_asks_for_what_the_pods_offer(overlay: str) -> None:
     asked = engines._bound_deployment.ray_actor_options
     assert (asked["num_cpus"], asked["num_gpus"]) == ((1, 0) if overlay == "cpu" else (4, 1))
     assert ingress.ray_actor_options["num_cpus"] == config.serving.cpus_per_ingress
+
+
+def test_numbers_delays_and_policy_of_the_engines_are_no_change_of_code(overlay: str) -> None:
+    def version(**other: Any) -> str:
+        app = copy.deepcopy(application(overlay))
+        (engines,) = [each for each in app["deployments"] if each["name"] == EngineReplica.name]
+        return get_app_code_version(ServeApplicationSchema.model_validate(app | {"deployments": [engines | other]}))
+
+    scaling = options(overlay, EngineReplica.name)["autoscaling_config"]
+    usual = version()
+    assert version(user_config={"policy": "static", "settings": {}}) == usual
+    assert version(autoscaling_config=scaling | {"min_replicas": 3, "max_replicas": 3, "upscale_delay_s": 1}) == usual
+    # README says of these that they restart the engines.
+    other = {"policy": scaling["policy"] | {"policy_kwargs": {"step_ms": 1}}}
+    assert version(autoscaling_config=scaling | other) != usual
+    assert version(autoscaling_config=None, num_replicas=2) != usual
