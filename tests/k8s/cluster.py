@@ -159,7 +159,7 @@ class Cluster:
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
         """Those that start, serve or stop; Serve lists none while it builds a changed application."""
-        return list(self.application()["deployments"].get(deployment, {}).get("replicas", []))
+        return list(self.application().get("deployments", {}).get(deployment, {}).get("replicas", []))
 
     def engines(self) -> set[str]:
         """The engine replicas that serve."""

@@ -158,17 +158,16 @@ def test_serve_builds_and_places_the_application_of_the_gpu_overlay(head: Cluste
     config = serve_config("gpu")
     assert config == serve_config("gpu-redis")
     head.put(config)
-    seconds_until(lambda: len(head.application().get("deployments", {})) == 2, READY_TIMEOUT_S)
+    names = ("EngineReplica", "OpenAIIngress")
+    seconds_until(lambda: all(len(head.replicas(name)) == 2 for name in names), READY_TIMEOUT_S)
     app = head.application()
     (wanted,) = config["applications"]
     assert {name: app["deployed_app_config"][name] for name in wanted} == wanted
-    engines, ingress = (app["deployments"][name] for name in ("EngineReplica", "OpenAIIngress"))
-    assert engines["target_num_replicas"] == ingress["target_num_replicas"] == 2
-    asked = engines["deployment_config"]["ray_actor_options"]
+    asked = app["deployments"]["EngineReplica"]["deployment_config"]["ray_actor_options"]
     assert (asked["num_cpus"], asked["num_gpus"]) == (4, 1)
     # Without a node that has GPUs, or cores, they wait.
     assert app["status"] == "DEPLOYING"
-    assert {each["state"] for one in (engines, ingress) for each in one["replicas"]} <= {"STARTING"}
+    assert {each["state"] for name in names for each in head.replicas(name)} == {"STARTING"}
 
 
 def test_the_engines_lie_on_one_worker_each_and_nothing_on_the_head(cluster: Cluster) -> None:
