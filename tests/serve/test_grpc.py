@@ -246,10 +246,15 @@ def test_a_deadline_stops_the_engine_within_a_second(
 def test_a_full_queue_is_resource_exhausted(
     inference: pb_grpc.InferenceStub, web: httpx.Client, engines: DeploymentHandle
 ) -> None:
-    # The replicas take 64 each, 256 wait for them; of a burst Serve lets a few more in before it counts them.
-    calls = [inference.Generate.future(ENDLESS, timeout=ANSWER_TIMEOUT_S) for _ in range(2 * 64 + 256 + 32)]
+    # The replicas take 64 each, 256 wait for them. Serve lets a whole burst in before it counts it, so others follow.
+    calls = [inference.Generate.future(ENDLESS, timeout=ANSWER_TIMEOUT_S) for _ in range(2 * 64 + 256)]
+
+    def one_was_refused() -> bool:
+        calls.append(inference.Generate.future(ENDLESS, timeout=ANSWER_TIMEOUT_S))
+        return any(call.done() for call in calls)
+
     try:
-        seconds_until(lambda: any(call.done() for call in calls), 60)
+        seconds_until(one_was_refused, 60)
         told = {(call.code(), call.details()) for call in calls if call.done()}
         over_http = web.post("/v1/completions", json={"prompt": COUNT})
         health = web.get("/health", timeout=5)
