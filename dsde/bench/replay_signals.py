@@ -135,7 +135,7 @@ class _Probe(Static):
         survival, counts = batch.acceptance.drafts(batch.slots)
         before = np.concatenate((np.ones((len(survival), 1)), survival[:, :-1]), axis=1)
         chances = survival / np.maximum(before, 1e-300)
-        for request, row, count in zip(batch.ids, chances, counts.tolist(), strict=True):
+        for request, row, count in zip(batch.rows, chances, counts.tolist(), strict=True):
             self.said[request] = row[:count].tolist()
         return lengths
 

@@ -8,9 +8,11 @@ drawn at a slot.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from dsde.control.arrays import Bools, Floats, Ints, Numbers
+from dsde.control.arrays import ONE, Bools, Floats, Ints, Numbers, first_slots
 from dsde.control.prediction import Logistic, logit, sigmoid
 
 __all__ = ["Acceptance", "Verification"]
@@ -36,6 +38,8 @@ OWN_PRIOR = 3.0
 OWN_MEMORY = 0.95
 UNDRAFTED_MEMORY = 0.97
 """A request's sums shrink by these at a step with and without drafts, toward the average of all requests."""
+FORGOTTEN = 2048
+"""Steps without drafts after which nothing is left of a request's sums that a float64 could show."""
 ALL_MEMORY = 0.999
 LESSONS = 8
 EARLY = 64
@@ -43,6 +47,7 @@ EARLY = 64
 RESOLUTION_MEMORY = 0.995
 RESOLUTION_PRIOR = (0.5, 2.5)
 """Start of the sums under resolution: share .2, weight of a few dozen slots."""
+ONE_DRAFT = np.array(1)
 
 
 class Verification:
@@ -55,6 +60,22 @@ class Verification:
 
     def __init__(self, slots: Ints, drafted: Ints, accepted: Ints, overlap: Numbers) -> None:
         self.slots, self.drafted, self.accepted, self.overlap = slots, drafted, accepted, overlap
+
+
+class _Lesson(NamedTuple):
+    """What R requests' drafts were like, and what became of them.
+
+    sampled, informed, pending: [R]; informed: whether the drafter said anything of the `pending` slots it drafted.
+    features: [R, L, FEATURES]. labels, weight, real: [R, L]; real: 1 where the slot was verified, up to a rejection.
+    """
+
+    sampled: Ints
+    features: Floats
+    labels: Floats
+    weight: Floats
+    real: Floats
+    informed: Bools
+    pending: Ints
 
 
 class Acceptance:
@@ -71,36 +92,42 @@ class Acceptance:
         self._features[:, :, 4] = self._positions
         self._predicted = np.zeros((capacity, max_length))
         self._pending = np.zeros(capacity, dtype=np.int64)
-        self._sums = np.zeros((capacity, 2))
-        self._seen = np.zeros(capacity)
+        # Of each request's own verified slots: sum of labels, sum of weights.
+        self._labelled, self._weighed = np.zeros((2, capacity))
+        self._seen = np.zeros(capacity, dtype=np.int64)
         self._sampled = np.zeros(capacity, dtype=np.int64)
         self._latest = 0
-        self._all = np.array([[FIRST * FIRST_WEIGHT, FIRST_WEIGHT]] * 2)
-        self._common = self._all[:, 0] / self._all[:, 1]
+        # What is left of a request's sums, by the steps since they were last added to.
+        idle = np.arange(FORGOTTEN)
+        self._left = UNDRAFTED_MEMORY**idle
+        self._left_once_verified = OWN_MEMORY * UNDRAFTED_MEMORY ** np.maximum(idle - 1.0, 0.0)
+        # Of all requests at each regime, likewise.
+        self._all = [(FIRST * FIRST_WEIGHT, FIRST_WEIGHT)] * 2
+        self._own_prior = np.array(OWN_PRIOR)
+        self._set_common()
         self._spread = np.repeat(np.array([RESOLUTION_PRIOR] * 2)[:, :, None], max_length, axis=2)
         self._share = self._shares()
         # Each model's weights are a row of its kind's table, one row for each regime.
         self._before_weights, self._after_weights, self._onward_weights = (
             np.array([prior, prior]) for prior in (BEFORE_PRIOR, AFTER_PRIOR, ONWARD_PRIOR)
         )
-        self._before = [Logistic(weights) for weights in self._before_weights]
-        self._after = [Logistic(weights) for weights in self._after_weights]
-        self._onward = [Logistic(weights) for weights in self._onward_weights]
+        self._by_position = self._before_weights[:, 4:5] * self._positions
+        self._before = [Logistic(self._before_weights, regime) for regime in range(2)]
+        self._after = [Logistic(self._after_weights, regime) for regime in range(2)]
+        self._onward = [Logistic(self._onward_weights, regime) for regime in range(2)]
         self._informed = np.zeros(capacity, dtype=np.bool_)
-        self._steps = np.arange(max_length)
-        self._clock = 0.0
+        self._first_slots = first_slots(max_length)
+        self._clock = 0
         self._verified_at = np.zeros(2)
         self._known: tuple[Ints, Floats] | None = None
-        self._lessons = np.zeros((LESSONS * capacity, max_length, FEATURES + 4))
-        self._pupils = np.zeros(LESSONS * capacity, dtype=np.int64)
-        self._gathered = self._gathered_steps = 0
+        self._lessons: list[_Lesson] = []
         self._taught = 0
         self.waiting = False
 
     def start(self, slot: int) -> None:
         """Begin a request in `slot`: no drafts, no average of its own; it is taken to be as hot as the latest one."""
         self._pending[slot] = 0
-        self._sums[slot] = 0.0
+        self._labelled[slot] = self._weighed[slot] = 0.0
         self._seen[slot] = self._clock
         self._sampled[slot] = self._latest
         self._known = None
@@ -113,16 +140,26 @@ class Acceptance:
         known = self._known
         if known is not None and (known[0] is slots or np.array_equal(known[0], slots)):
             return known[1]
-        own = self._sums.take(slots, 0)
-        own *= (UNDRAFTED_MEMORY ** self.undrafted(slots))[:, None]
-        sampled = self._sampled.take(slots)
-        average = (own[:, 0] + OWN_PRIOR * self._common.take(sampled)) / (own[:, 1] + OWN_PRIOR)
-        standing = logit(average, CLIP) - logit(self._common, CLIP).take(sampled)
+        left = self._left.take(self.undrafted(slots), mode="clip")
+        return self._stand(
+            slots, self._labelled.take(slots) * left, self._weighed.take(slots) * left, self._sampled.take(slots)
+        )
+
+    def _stand(self, slots: Ints, labelled: Floats, weighed: Floats, sampled: Ints) -> Floats:
+        """Standings of requests whose own sums are `labelled` and `weighed` by now, kept until the next step."""
+        average = (labelled + self._common_prior.take(sampled)) / (weighed + self._own_prior)
+        odds = logit(np.concatenate((average, self._common)), CLIP)
+        standing = odds[:-2] - odds[-2:].take(sampled)
         self._known = slots, standing
         return standing
 
-    def undrafted(self, slots: Ints) -> Floats:
-        """[B], decoding steps since each request's drafts were last verified, or since it began."""
+    def _set_common(self) -> None:
+        """Averages of all requests at each regime, and what they weigh within a request's own."""
+        self._common = np.array([labelled / weighed for labelled, weighed in self._all])
+        self._common_prior = OWN_PRIOR * self._common
+
+    def undrafted(self, slots: Ints) -> Ints:
+        """[B] int64, decoding steps since each request's drafts were last verified, or since it began."""
         return self._clock - self._seen.take(slots)
 
     def expect(self, slots: Ints) -> tuple[Floats, Floats]:
@@ -142,7 +179,7 @@ class Acceptance:
         """
         sampled = self._sampled.take(slots)
         chance = self._before_slots(self.standing(slots), sampled)
-        evidence = self._all[:, 1] * ALL_MEMORY ** (self._clock - self._verified_at)
+        evidence = np.array([weighed for _, weighed in self._all]) * ALL_MEMORY ** (self._clock - self._verified_at)
         chance += np.sqrt(chance * (1.0 - chance) / evidence.take(sampled)[:, None])
         return np.multiply.accumulate(np.minimum(chance, 1.0), 1)
 
@@ -156,7 +193,7 @@ class Acceptance:
 
     def tick(self) -> None:
         """One decoding step has passed."""
-        self._clock += 1.0
+        self._clock += 1
         self._known = None
 
     def inside(self, slots: Ints) -> tuple[Floats, Floats, Floats]:
@@ -177,20 +214,20 @@ class Acceptance:
         self._pending[slots] = depth
         rows = self._features.take(slots, 0)
         rows[:, :, 3] = own[:, None]
-        informed = np.zeros(slots.size, dtype=np.bool_)
+        informed: Bools | bool = False
         if top_prob is not None and entropy is not None:
             said = np.array((top_prob[:, :depth], entropy[:, :depth]), dtype=np.float64)
             finite = np.isfinite(said)
-            if np.count_nonzero(finite) == finite.size:
-                informed[:] = True
-            else:
+            informed = bool(np.count_nonzero(finite) == finite.size)
+            if not informed:
                 informed = np.logical_and.reduce(finite, axis=(0, 2))
-                np.nan_to_num(said, copy=False, nan=0.5, posinf=0.5, neginf=0.5)
-            rows[:, :depth, 1] = logit(said[0], CLIP)
-            rows[:, :depth, 2] = said[1] - 1.0
+                said[~finite] = 0.5
+            said[0] = logit(said[0], CLIP)
+            said[1] -= ONE
+            rows[:, :depth, 1:3] = said.transpose(1, 2, 0)
         predicted = sigmoid(np.vecdot(rows, self._after_weights.take(sampled, 0)[:, None]))
-        if np.count_nonzero(informed) < informed.size:
-            predicted = np.where(informed[:, None], predicted, self._before_slots(own, sampled))
+        if informed is not True:
+            predicted = np.where(np.asarray(informed)[..., None], predicted, self._before_slots(own, sampled))
         self._informed[slots] = informed
         self._features[slots] = rows
         self._predicted[slots] = predicted
@@ -207,7 +244,7 @@ class Acceptance:
         sampled = self._sample(slots, temperature)
         self.waiting = False
         pending = self._pending.take(slots)
-        known = (pending >= drafted) & (pending > 0)
+        known = pending >= np.maximum(drafted, ONE_DRAFT)
         self._pending[slots] = 0
         rows = int(np.count_nonzero(known))
         if not rows:
@@ -217,58 +254,50 @@ class Acceptance:
                 values[known] for values in (slots, drafted, accepted, sampled, pending)
             )
             overlap = overlap[known]
-        depth = int(np.maximum.reduce(pending))
-        step = self._steps[:depth]
-        verified = step < drafted[:, None]
-        drawn = step < pending[:, None]
-        labels = (step < accepted[:, None]).astype(np.float64)
-        real = verified & (step <= accepted[:, None])
-        all_accepted = accepted >= drafted
-        some_sampled = np.count_nonzero(sampled) > 0
+        labels = self._first_slots.take(accepted, 0)
+        reached = accepted + ONE_DRAFT
+        real = self._first_slots.take(np.minimum(reached, drafted), 0)
+        regimes = self._regimes(sampled)
+        some_sampled = regimes[-1][0] > 0
         if some_sampled:
-            width = min(depth, overlap.shape[1])
+            width = min(self._max_length, overlap.shape[1])
             soft = np.minimum(np.maximum(overlap[:, :width], 0.0), 1.0)
             np.copyto(labels[:, :width], soft, where=(sampled > 0)[:, None])
-            real &= np.isfinite(labels)
-        weight = real.astype(np.float64)
-        some_unread = np.count_nonzero(all_accepted & (pending > drafted)) > 0
+            real *= np.isfinite(labels)
+        weight = real
+        unread = np.minimum(pending, reached) > drafted
+        some_unread = np.count_nonzero(unread) > 0
         # Where the weight is 0, labels need only be finite.
         if some_sampled or some_unread:
-            predicted = self._predicted.take(slots, 0)[:, :depth]
-            np.copyto(labels, predicted, where=~real)
+            predicted = self._predicted.take(slots, 0)
+            np.copyto(labels, predicted, where=real == 0.0)
         if some_unread:
-            reach = np.ones_like(weight)
+            verified = self._first_slots.take(drafted, 0)
+            reach = np.ones_like(real)
             np.multiply.accumulate(np.where(verified, 1.0, predicted)[:, :-1], 1, out=reach[:, 1:])
-            np.copyto(weight, reach, where=all_accepted[:, None] & ~verified & drawn)
+            drawn_only = self._first_slots.take(pending, 0) - verified
+            weight = np.where(unread[:, None] & (drawn_only > 0.0), reach, real)
 
-        sums = np.empty((rows, 2))
-        np.vecdot(weight, labels, out=sums[:, 0])
-        np.add.reduce(weight, 1, out=sums[:, 1])
-        idle = np.maximum(self.undrafted(slots) - 1.0, 0.0)
-        kept = self._sums.take(slots, 0)
-        kept *= (OWN_MEMORY * UNDRAFTED_MEMORY**idle)[:, None]
-        kept += sums
-        self._sums[slots] = kept
-        self._seen[slots] = self._clock
-        self._known = None
-        self._all *= ALL_MEMORY
-        for regime, mine in self._regimes(sampled):
-            self._all[regime] += np.add.reduce(sums[mine], 0)
+        left = self._left_once_verified.take(self.undrafted(slots), mode="clip")
+        own_labelled, own_weighed = self._labelled.take(slots), self._weighed.take(slots)
+        own_labelled *= left
+        own_weighed *= left
+        new_labelled, new_weighed = np.vecdot(weight, labels), np.add.reduce(weight, 1)
+        own_labelled += new_labelled
+        own_weighed += new_weighed
+        self._labelled[slots], self._weighed[slots], self._seen[slots] = own_labelled, own_weighed, self._clock
+        self._all = [(ALL_MEMORY * labelled, ALL_MEMORY * weighed) for labelled, weighed in self._all]
+        for regime, mine in regimes:
+            labelled, weighed = self._all[regime]
+            self._all[regime] = labelled + sum(new_labelled[mine].tolist()), weighed + sum(new_weighed[mine].tolist())
             self._verified_at[regime] = self._clock
-        self._common = self._all[:, 0] / self._all[:, 1]
+        self._set_common()
+        self._stand(slots, own_labelled, own_weighed, sampled)
 
-        lesson = self._lessons[self._gathered : self._gathered + rows]
-        lesson[:, :, :FEATURES] = self._features.take(slots, 0)
-        lesson[:, :depth, FEATURES] = labels
-        lesson[:, :depth, FEATURES + 1] = weight
-        lesson[:, :depth, FEATURES + 2] = real
-        lesson[:, :depth, FEATURES + 3] = drawn & self._informed.take(slots)[:, None]
-        lesson[:, depth:, FEATURES:] = 0.0
-        self._pupils[self._gathered : self._gathered + rows] = sampled
-        self._gathered += rows
-        self._gathered_steps += 1
+        features, informed = self._features.take(slots, 0), self._informed.take(slots)
+        self._lessons.append(_Lesson(sampled, features, labels, weight, real, informed, pending))
         self._taught += rows
-        if self._taught < EARLY or self._gathered_steps >= LESSONS:
+        if self._taught < EARLY or len(self._lessons) >= LESSONS:
             self._study()
 
     def rest(self, slots: Ints, temperature: Numbers) -> None:
@@ -276,7 +305,7 @@ class Acceptance:
         self._sample(slots, temperature)
 
     def _sample(self, slots: Ints, temperature: Numbers) -> Ints:
-        sampled = (temperature > 0.0).astype(np.int64)
+        sampled = temperature.astype(np.bool_).astype(np.int64)
         self._sampled[slots] = sampled
         self._latest = int(sampled[-1])
         self._known = None
@@ -292,12 +321,12 @@ class Acceptance:
 
     def _study(self) -> None:
         """Teach the models all that was gathered since the last time."""
-        lessons, pupils, steps = self._lessons[: self._gathered], self._pupils[: self._gathered], self._gathered_steps
-        self._gathered = self._gathered_steps = 0
-        for regime, where in self._regimes(pupils):
-            mine = lessons[where]
-            features = mine[:, :, :FEATURES].copy()
-            labels, weight, real, informed = (mine[:, :, FEATURES + column] for column in range(4))
+        columns: list[np.ndarray] = [np.concatenate(column) for column in zip(*self._lessons, strict=True)]
+        steps = len(self._lessons)
+        self._lessons.clear()
+        for regime, where in self._regimes(columns[0]):
+            _, features, labels, weight, real, informed, pending = (column[where] for column in columns)
+            informed = self._first_slots.take(pending, 0) * informed[:, None]
             blind = features.copy()
             blind[:, :, 1:3] = 0.0
             self._resolve(regime, features, blind, informed, steps)
@@ -310,6 +339,7 @@ class Acceptance:
                 (self._onward[regime], onward, reached),
             ):
                 model.learn(x.reshape(-1, FEATURES), labels.reshape(-1), w.reshape(-1), steps)
+        self._by_position = self._before_weights[:, 4:5] * self._positions
         self._share = self._shares()
 
     def _resolve(self, regime: int, features: Floats, blind: Floats, drafted: Floats, steps: int) -> None:
@@ -328,4 +358,4 @@ class Acceptance:
         """[B, L], each slot's acceptance given its predecessors', from standings `own` [B]."""
         weights = self._before_weights.take(sampled, 0)
         base = weights[:, 0] + weights[:, 3] * own
-        return sigmoid(base[:, None] + weights[:, 4:5] * self._positions)
+        return sigmoid(base[:, None] + self._by_position.take(sampled, 0))

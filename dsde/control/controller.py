@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,10 +17,11 @@ from dsde.control.acceptance import Acceptance, Verification
 from dsde.control.arrays import Bools, Floats, Ints
 from dsde.control.cost import StepCost, StepTime
 from dsde.control.figures import EMPTY, Figures
-from dsde.control.history import History, Recent
+from dsde.control.history import History, Newest, Recent
+from dsde.control.measured import Measured
 from dsde.control.policies import Policy, build_policy
-from dsde.control.policies.base import Batch, Signals, Step
-from dsde.control.records import DraftStop, RequestSpeculation, SpeculationPlan, StepObservation
+from dsde.control.policies.base import Batch, Proposal, Step
+from dsde.control.records import RequestSpeculation, SpeculationPlan, StepObservation
 from dsde.control.stop import combine
 
 __all__ = ["Controller"]
@@ -37,36 +38,39 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Seats:
-    """Requests that hold slots, as arrays [B]; true until any request comes, goes or changes its policy.
+class _Group:
+    """The B requests of one policy in a batch, found at `part` of it. rows: request id -> row. slots, limits: [B]."""
 
-    groups: the policies among them, each with where its requests are found. reads_confidence: whether one of them does.
+    policy: Policy
+    part: Ints | slice
+    rows: dict[str, int]
+    slots: Ints
+    limits: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seats:
+    """Requests that hold slots [B]; true until any request comes, goes or changes its policy.
+
+    groups: the requests of each policy among them. reads_confidence: whether one of these policies does.
     """
 
     ids: tuple[str, ...]
     slots: Ints
-    limits: Ints
-    groups: list[tuple[Policy, Ints | slice]]
+    groups: list[_Group]
     reads_confidence: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Measured:
-    """What one verification step measured of R requests and is not yet in their figures; arrays [R]."""
+class _Verified(NamedTuple):
+    """One verification step that is not yet in history and figures. capped: [R], where a plan cut the length."""
 
-    groups: list[tuple[Policy, Ints | slice]]
-    slots: Ints
-    drafted: Ints
-    usable: Bools
-    kld_sum: Floats
-    overlap_sum: Floats
-    kld_max: Floats
-    capped: Floats
-    recent: Recent
+    seats: _Seats
+    observation: StepObservation
+    capped: Bools
 
 
 UNBOOKED = 8
-"""Steps whose figures are booked together: nothing but an answer reads them."""
+"""Steps that are booked together in history and figures: few policies read the one, and only an answer the other."""
 
 REMEMBERED = 4
 """Batches whose seats are kept: what is planned, verified, drafted and trimmed in a step, which mostly are the same."""
@@ -101,9 +105,9 @@ class Controller:
         self._acceptance = Acceptance(capacity, max_length)
         self._cost = StepCost(capacity, max_length)
         self._limits = np.zeros(capacity, dtype=np.int64)
-        self._capped = np.zeros(capacity)
+        self._capped = np.zeros(capacity, dtype=np.bool_)
         self._seats: dict[tuple[str, ...], _Seats] = {}
-        self._unbooked: list[_Measured] = []
+        self._unbooked: list[_Verified] = []
         self._ignored_steps = 0
 
     @property
@@ -114,6 +118,7 @@ class Controller:
     @property
     def ignored_steps(self) -> int:
         """Verification steps of a request whose signals were ignored because a KLD or an overlap was not finite."""
+        self._book()
         return self._ignored_steps
 
     @property
@@ -158,6 +163,7 @@ class Controller:
         self._seats.clear()
         followers = [r.slot for r in self._requests.values() if r.own is None and r.slot is not None]
         if followers:
+            self._book()
             slots = np.array(followers)
             self._history.set_warmup(slots, self._default.warmup_tokens)
             self._default.start(slots)
@@ -173,28 +179,19 @@ class Controller:
             raise ValueError(f"room has {len(room)} entries for {len(request_ids)} requests: give one for each")
         if not request_ids:
             return SpeculationPlan()
-        for request_id in request_ids:
-            if request_id not in self._requests:
-                self.admit(request_id)
         seats = self._seat(tuple(request_ids))
         usable = np.array(room, dtype=np.int64)
+        if min(room) < 0:
+            usable = np.maximum(usable, 0)
 
-        stops: list[tuple[DraftStop | None, Sequence[str]]] = []
-        lengths, caps = np.empty((2, seats.slots.size), dtype=np.int64)
-        for policy, part in seats.groups:
-            batch = self._batch(seats, usable, part)
-            proposal = policy.plan(batch)
-            if isinstance(part, slice):
-                lengths, caps = proposal.lengths, proposal.caps
-            else:
-                lengths[part], caps[part] = proposal.lengths, proposal.caps
-            stops.append((proposal.stop, batch.ids))
-
-        wanted = np.maximum(np.minimum(lengths, usable), 0)
+        proposals = [group.policy.plan(self._batch(seats, group, usable)) for group in seats.groups]
+        lengths, caps = _lengths(seats, proposals)
+        wanted = np.minimum(lengths, usable)
         self._capped[seats.slots] = caps < wanted
         planned = np.minimum(wanted, caps).tolist()
         by_id = dict(zip(seats.ids, planned, strict=True))
-        return SpeculationPlan(max(planned), by_id, combine(stops, by_id), seats.reads_confidence)
+        stop = combine([proposal.stop for proposal in proposals], [group.rows for group in seats.groups], by_id)
+        return SpeculationPlan(max(planned), by_id, stop, seats.reads_confidence)
 
     def trim(self, plan: SpeculationPlan, room: Mapping[str, int]) -> SpeculationPlan:
         """Final lengths of the drafts just drawn, for the scheduler to cut them to: call it after observe().
@@ -204,15 +201,15 @@ class Controller:
         """
         if not plan.depth:
             return plan
-        ids = tuple([i for i in plan.lengths if i in room])
-        lengths = {i: min(plan.lengths[i], room[i]) for i in ids}
+        lengths = {i: min(length, room[i]) for i, length in plan.lengths.items() if i in room}
+        ids = tuple(lengths)
         if ids not in self._seats:
             ids = tuple([i for i in ids if (r := self._requests.get(i)) and r.slot is not None])
         if ids:
             seats = self._seat(ids)
             usable = np.array([lengths[i] for i in ids])
-            for policy, part in seats.groups:
-                usable[part] = policy.trim(self._batch(seats, usable, part), usable[part])
+            for group in seats.groups:
+                usable[group.part] = group.policy.trim(self._batch(seats, group, usable), usable[group.part])
             lengths.update(zip(ids, usable.tolist(), strict=True))
         return SpeculationPlan(max(lengths.values(), default=0), lengths)
 
@@ -224,8 +221,7 @@ class Controller:
         planned since, are passed over.
         ValueError when kld and overlap do not have sum(num_draft_tokens) entries.
         """
-        drafted = observation.num_draft_tokens
-        positions = int(np.add.reduce(drafted))
+        positions = sum(observation.num_draft_tokens.tolist())
         if not positions == observation.kld.size == observation.overlap.size:
             raise ValueError(
                 f"kld has {observation.kld.size} and overlap {observation.overlap.size} entries: "
@@ -275,7 +271,10 @@ class Controller:
     def calibrating(self, request_id: str) -> bool:
         """Whether the request's calibration goes on; True before its first plan, False for an unknown id."""
         request = self._requests.get(request_id)
-        return request is not None and (request.slot is None or self._history.calibrating(request.slot))
+        if request is None or request.slot is None:
+            return request is not None
+        self._book()
+        return self._history.calibrating(request.slot)
 
     def finish(self, request_id: str) -> RequestSpeculation | None:
         """The request's last figures; everything it held is freed. None for an unknown id, so calling twice is safe."""
@@ -304,46 +303,57 @@ class Controller:
         self._acceptance.start(slot)
         (request.own or self._default).start(np.array([slot]))
         self._limits[slot] = request.limit
-        self._capped[slot] = 0.0
+        self._capped[slot] = False
         request.slot, request.parked = slot, None
         return slot
 
     def _seat(self, ids: tuple[str, ...]) -> _Seats:
-        """The seats of live requests; those without a slot are given one."""
+        """The seats of requests: an unknown one is admitted, and one without a slot is given one."""
         seats = self._seats.get(ids)
         if seats is not None:
             return seats
+        for request_id in ids:
+            if request_id not in self._requests:
+                self.admit(request_id)
         requests = [self._requests[request_id] for request_id in ids]
         slots = np.array([self._place(r) if r.slot is None else r.slot for r in requests])
         if len(self._seats) >= REMEMBERED:
             self._seats.clear()
-        groups = self._groups(requests)
-        reads_confidence = any(policy.reads_confidence for policy, _ in groups)
-        seats = self._seats[ids] = _Seats(ids, slots, self._limits.take(slots), groups, reads_confidence)
+        groups = self._groups(ids, requests, slots)
+        reads_confidence = any(group.policy.reads_confidence for group in groups)
+        seats = self._seats[ids] = _Seats(ids, slots, groups, reads_confidence)
         return seats
 
-    def _groups(self, requests: Sequence[_Request]) -> list[tuple[Policy, Ints | slice]]:
+    def _groups(self, ids: tuple[str, ...], requests: Sequence[_Request], slots: Ints) -> list[_Group]:
         parts: dict[Policy, list[int]] = {}
         if self._choosers:
             for index, request in enumerate(requests):
                 parts.setdefault(request.own or self._default, []).append(index)
+        limits = self._limits.take(slots)
         if len(parts) < 2:
-            return [(next(iter(parts), self._default), slice(None))]
-        return [(policy, np.array(part)) for policy, part in parts.items()]
+            return [_Group(next(iter(parts), self._default), slice(None), _rows(ids), slots, limits)]
+        return [
+            _Group(policy, np.array(part), _rows([ids[index] for index in part]), slots[part], limits[part])
+            for policy, part in parts.items()
+        ]
 
-    def _batch(self, seats: _Seats, usable: Ints, part: Ints | slice) -> Batch:
-        limits = seats.limits[part]
+    def _batch(self, seats: _Seats, group: _Group, usable: Ints) -> Batch:
         return Batch(
-            ids=seats.ids if isinstance(part, slice) else [seats.ids[index] for index in part.tolist()],
-            slots=seats.slots if isinstance(part, slice) else seats.slots[part],
-            limits=limits,
-            usable=np.minimum(usable[part], limits),
-            size=len(seats.ids),
-            trims=self._trims,
-            history=self._history,
-            acceptance=self._acceptance,
-            cost=self._cost,
+            group.rows,
+            group.slots,
+            group.limits,
+            np.minimum(usable[group.part], group.limits),
+            len(seats.ids),
+            self._trims,
+            self._recent,
+            self._acceptance,
+            self._cost,
         )
+
+    def _recent(self, slots: Ints) -> Recent:
+        """The history of slots [B], up to the latest step."""
+        self._book()
+        return self._history.recent(slots)
 
     def _spend(self, observation: StepObservation, plan: SpeculationPlan | None, depth: int) -> StepTime:
         """Learn the costs of the step; its times."""
@@ -361,7 +371,7 @@ class Controller:
             stoppable=plan is not None and plan.stop is not None,
         )
         # What it cost to come back is no cost of drafting, but it was spent.
-        return time if observation.catch_up_ms is None else replace(time, draft=observation.catch_up_ms)
+        return time if observation.catch_up_ms is None else time._replace(draft=observation.catch_up_ms)
 
     def _remember(self, observation: StepObservation, depth: int) -> None:
         """Keep the drafter's confidence in the `depth` drafts it has just drawn, until they are verified."""
@@ -381,23 +391,15 @@ class Controller:
             self._acceptance.draft(np.array(slots), depth, top, spread)
 
     def _book(self) -> None:
-        """Bring the figures up to date."""
-        steps = self._unbooked
-        if not steps:
+        """Bring history and figures up to date."""
+        if not self._unbooked:
             return
-        policies = {step.groups[0][0] if len(step.groups) == 1 else None for step in steps}
-        if len(policies) == 1 and None not in policies:
-            parts = [_signals(steps[0].groups, Recent.join([step.recent for step in steps]))]
-        else:
-            parts = [_signals(step.groups, step.recent) for step in steps]
-        measured: dict[str, Any] = {
-            name: np.concatenate([getattr(step, name) for step in steps])
-            for name in ("slots", "drafted", "usable", "kld_sum", "overlap_sum", "kld_max", "capped")
-        }
-        measured["wvir"] = np.concatenate([part.wvir for part in parts])
-        measured["stable"] = np.concatenate([part.penalty <= 1.0 for part in parts])
-        self._figures.measure(**measured)
-        steps.clear()
+        steps = Measured([(step.seats.slots, step.observation, step.capped) for step in self._unbooked])
+        newest = self._history.append(steps)
+        wvir, stable = _signals([step.seats for step in self._unbooked], steps.usable, newest)
+        self._figures.measure(steps, wvir, stable)
+        self._ignored_steps += steps.ignored
+        self._unbooked.clear()
 
     def _learn(self, seats: _Seats, observation: StepObservation, time: StepTime) -> None:
         slots = seats.slots
@@ -407,60 +409,41 @@ class Controller:
             observation.temperature,
         )
         capped = self._capped.take(slots)
-        self._capped[slots] = 0.0
+        self._capped[slots] = False
         if not observation.kld.size and not self._acceptance.waiting:
             # Resting has to be free: nothing was measured, so there is nothing else to learn.
             self._figures.rest(slots, capped)
             self._acceptance.rest(slots, temperature)
-            self._tell(seats, drafted, accepted, time)
+            self._tell(seats, observation, time)
             return
-        depth = int(np.maximum.reduce(drafted))
-        verified = np.arange(depth) < drafted[:, None]
-        kld, overlap = table = np.zeros((2, slots.size, depth))
-        kld[verified], overlap[verified] = observation.kld, observation.overlap
-        kld_sum, overlap_sum = np.add.reduce(table, 2)
-        kld_max = np.maximum.reduce(kld, 1, initial=0.0)
-        finite = np.isfinite(kld_sum + overlap_sum)
-        usable = finite & (drafted > 0)
-        self._ignored_steps += finite.size - int(np.count_nonzero(finite))
-
-        self._history.append(slots, drafted, accepted, temperature, verified, observation.kld, kld_sum, kld_max, usable)
-        recent = self._history.recent(slots)
-        self._unbooked.append(
-            _Measured(seats.groups, slots, drafted, usable, kld_sum, overlap_sum, kld_max, capped, recent)
-        )
+        self._unbooked.append(_Verified(seats, observation, capped))
         if len(self._unbooked) >= UNBOOKED:
             self._book()
         if seats.reads_confidence:
-            self._acceptance.learn(Verification(slots, drafted, accepted, overlap), temperature)
+            self._acceptance.learn(Verification(slots, drafted, accepted, _overlap(observation)), temperature)
         else:
             self._acceptance.waiting = False
-        self._tell(seats, drafted, accepted, time)
+        self._tell(seats, observation, time)
 
-    def _tell(self, seats: _Seats, drafted: Ints, accepted: Ints, time: StepTime) -> None:
+    def _tell(self, seats: _Seats, observation: StepObservation, time: StepTime) -> None:
         """Tell the policies how the step went."""
-        size = seats.slots.size
-        plain_ms = self._cost.verify(size)
-        for policy, part in seats.groups:
-            policy.observe(
-                Step(
-                    slots=seats.slots[part],
-                    drafted=drafted[part],
-                    accepted=accepted[part],
-                    size=size,
-                    verify_ms=time.verify,
-                    draft_ms=time.draft,
-                    plain_ms=plain_ms,
-                )
+        size = len(seats.ids)
+        # When the machine is slow, a plain step would have been slow too.
+        plain_ms = self._cost.verify(size) * time.pace
+        drafted, accepted = observation.num_draft_tokens, observation.num_accepted_tokens
+        for group in seats.groups:
+            part = group.part
+            group.policy.observe(
+                Step(group.slots, drafted[part], accepted[part], size, time.verify, time.draft, plain_ms)
             )
 
     def _straggle(self, plan: SpeculationPlan, draft_step_ms: float, depth: int) -> None:
-        ids = tuple(plan.lengths)
         planned = list(plan.lengths.values())
         if len(planned) < 2 or min(planned) >= min(depth, max(planned)):
             return
         lengths = np.minimum(np.array(planned), depth)
         second, longest = np.partition(lengths, -2)[-2:].tolist()
+        ids = tuple(plan.lengths)
         seats = self._seats.get(ids)
         if seats is not None:
             slots, running = seats.slots, lengths
@@ -474,15 +457,51 @@ class Controller:
             self._figures.blame(int(culprits[0]), (longest - second) * draft_step_ms * (len(lengths) - 1))
 
 
-def _signals(groups: list[tuple[Policy, Ints | slice]], recent: Recent) -> Signals:
-    """The signals of R requests, each by its own policy."""
-    if len(groups) == 1:
-        return groups[0][0].signals(recent)
-    factor, ratio = np.empty((2, recent.count.size))
-    for policy, part in groups:
-        signals = policy.signals(recent.of(part))
-        factor[part], ratio[part] = signals.scale_factor, signals.wvir
-    return Signals(factor, ratio)
+def _rows(ids: Sequence[str]) -> dict[str, int]:
+    return {request_id: row for row, request_id in enumerate(ids)}
+
+
+def _overlap(observation: StepObservation) -> Floats:
+    """Overlaps as a table [R, K], K the longest draft; nothing where all requests are greedy, for nobody reads them."""
+    drafted = observation.num_draft_tokens
+    if not np.count_nonzero(observation.temperature):
+        return np.empty((drafted.size, 0))
+    verified = np.arange(max(drafted.tolist())) < drafted[:, None]
+    overlap = np.zeros(verified.shape)
+    overlap[verified] = observation.overlap
+    return overlap
+
+
+def _lengths(seats: _Seats, proposals: Sequence[Proposal]) -> tuple[Ints, Ints]:
+    """Lengths and caps [B] of the whole batch."""
+    if len(proposals) == 1:
+        return proposals[0].lengths, proposals[0].caps
+    lengths, caps = np.empty((2, len(seats.ids)), dtype=np.int64)
+    for group, proposal in zip(seats.groups, proposals, strict=True):
+        lengths[group.part], caps[group.part] = proposal.lengths, proposal.caps
+    return lengths, caps
+
+
+def _signals(steps: Sequence[_Seats], usable: Bools, newest: Newest) -> tuple[Floats, Bools]:
+    """WVIR, and whether the request is stable, each by its own policy: [U], of the usable rows of these steps."""
+    rows: dict[Policy, list[Ints]] = {}
+    start = 0
+    for seats in steps:
+        here = np.arange(start, start + len(seats.ids))
+        for group in seats.groups:
+            rows.setdefault(group.policy, []).append(here[group.part])
+        start += len(seats.ids)
+    if len(rows) == 1:
+        signals = next(iter(rows)).signals(newest)
+        return signals.wvir, signals.penalty <= 1.0
+    wvir, penalty = np.empty((2, newest.count.size))
+    place = np.add.accumulate(usable, dtype=np.int64) - 1
+    for policy, parts in rows.items():
+        mine = np.concatenate(parts)
+        mine = place[mine[usable[mine]]]
+        signals = policy.signals(newest.of(mine))
+        wvir[mine], penalty[mine] = signals.wvir, signals.penalty
+    return wvir, penalty <= 1.0
 
 
 def _keep(observation: StepObservation, kept: Bools) -> StepObservation:

@@ -7,7 +7,7 @@ first clean measurement gives it its scale in milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Curve", "StepCost", "StepTime"]
 
@@ -16,6 +16,8 @@ DRAFT_PRIOR = (0.12, 0.0)
 """Constant and slope, in units of the constant part of one verification."""
 
 FORGETTING = 0.995
+DOUBT = 1.25
+"""A verification further than this factor from what its size takes shows that the machine's speed has changed."""
 OUTLIER = 4.0
 """A time further than this factor from its prediction is a pause, or the machine has changed."""
 RESTART = 8
@@ -27,16 +29,17 @@ LOCAL_PRIOR = 4.0
 """Measurements at one size that the average there remembers, and that weigh as much as the line."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Times of one engine step, ms. verify: forward, verification and sampling. draft: all draft steps that followed.
 
-    measured: whether verify is a measurement of decoding alone, without prompt tokens and without a pause.
+    measured: whether verify is a measurement of decoding alone, without prompt tokens and without a pause. pace: how
+    much slower the machine was than is known of it, 1 unless that is beyond doubt.
     """
 
     verify: float
     draft: float
     measured: bool
+    pace: float
 
 
 class Curve:
@@ -44,28 +47,18 @@ class Curve:
 
     The line generalises and the averages follow staircases. Only the direction in (a, b) that a measurement excites is
     forgotten, so that a load that never varies keeps the slope it once learnt. prior: (a, b) up to a common factor.
+    line: (a, b), both at least 0.
     """
 
     def __init__(self, prior: tuple[float, float], sizes: int) -> None:
         self._prior = prior
         self._scaled = False
-        self._a, self._b = prior
+        self._a, self._b = self.line = prior
         self._information = (0.0, 0.0, 0.0)
         self._strange = 0
         self._range = (1, 1)
         self._ratio = [1.0] * (sizes + 1)
         self._count = [0.0] * (sizes + 1)
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """(a, b), both at least 0: the nearest admissible point in the metric of what was measured."""
-        a, b = self._a, self._b
-        aa, ab, bb = self._information
-        if b < 0.0:
-            return max(0.0, a + (ab / aa * b if aa else 0.0)), 0.0
-        if a < 0.0:
-            return 0.0, max(0.0, b + (ab / bb * a if bb else 0.0))
-        return a, b
 
     @property
     def scaled(self) -> bool:
@@ -88,7 +81,7 @@ class Curve:
     def rescale(self, unit: float) -> None:
         """Put the prior into ms, where nothing has been measured yet: (a, b) = prior * unit."""
         if not self._scaled:
-            self._a, self._b = self._prior[0] * unit, self._prior[1] * unit
+            self._a, self._b = self.line = self._prior[0] * unit, self._prior[1] * unit
 
     def learn(self, size: int, time: float) -> bool:
         """Take one measurement in ms; False where it was taken for a pause and ignored."""
@@ -96,8 +89,10 @@ class Curve:
             self._start(size, time)
         predicted = max(self.at(size), 1e-9)
         smallest, largest = self._range
-        # Far from all sizes seen, the slope is a guess, and time may grow as fast as the size does.
-        bound = OUTLIER * max(1.0, size / largest, smallest / max(1, size))
+        bound = OUTLIER
+        if not smallest <= size <= largest:
+            # Far from all sizes seen, the slope is a guess, and time may grow as fast as the size does.
+            bound *= max(size / largest, smallest / max(1, size))
         if not predicted / bound <= time <= predicted * bound:
             self._strange += 1
             if self._strange < RESTART:
@@ -112,7 +107,7 @@ class Curve:
     def _start(self, size: int, time: float) -> None:
         a, b = self._prior
         unit = time / (a + b * size)
-        self._a, self._b = a * unit, b * unit
+        self._a, self._b = self.line = a * unit, b * unit
         # Weak in both: where constant and slope trade against each other, a stiff one would hold the other.
         self._information = ((0.05 / time) ** 2, 0.0, (0.03 / max(self._b, 0.02 * time)) ** 2)
         self._scaled = True
@@ -140,11 +135,21 @@ class Curve:
             self._a += (bb - ab * x) * pull / determinant
             self._b += (aa * x - ab) * pull / determinant
 
-        a, b = self.line
+        a, b = self.line = self._admissible()
         if size < len(self._count):
             count = self._count[size] = min(self._count[size] + 1.0, LOCAL_MEMORY)
             ratio = time / max(a + b * x, 1e-9)
             self._ratio[size] += (min(OUTLIER, ratio) - self._ratio[size]) / count
+
+    def _admissible(self) -> tuple[float, float]:
+        """The admissible point that is nearest to (a, b) in the metric of what was measured."""
+        a, b = self._a, self._b
+        aa, ab, bb = self._information
+        if b < 0.0:
+            return max(0.0, a + (ab / aa * b if aa else 0.0)), 0.0
+        if a < 0.0:
+            return 0.0, max(0.0, b + (ab / bb * a if bb else 0.0))
+        return a, b
 
 
 class StepCost:
@@ -204,12 +209,14 @@ class StepCost:
         stoppable: whether a rule could end the drafting after each of them.
         """
         verify, measured = self._learn_verify(tokens, step_ms, has_prefill)
+        slowness = verify / self.verify(tokens)
+        pace = slowness / min(DOUBT, max(1.0 / DOUBT, slowness))
         if not depth or not drafting:
-            return StepTime(verify, 0.0, measured)
+            return StepTime(verify, 0.0, measured, pace)
         step = self.draft(drafting)
         if draft_step_ms is not None and draft_step_ms > 0.0 and not has_prefill:
-            step = self._learn_draft(drafting, draft_step_ms, stoppable)
-        return StepTime(verify, depth * step, measured)
+            step = self._learn_draft(drafting, draft_step_ms, step, stoppable)
+        return StepTime(verify, depth * step, measured, pace)
 
     def _learn_verify(self, tokens: int, step_ms: float | None, has_prefill: bool) -> tuple[float, bool]:
         if step_ms is None or step_ms <= 0.0 or has_prefill or not self._verify.learn(tokens, step_ms):
@@ -217,8 +224,7 @@ class StepCost:
         self._draft.rescale(self._verify.line[0])
         return step_ms, True
 
-    def _learn_draft(self, requests: int, step_ms: float, stoppable: bool) -> float:
-        expected = self.draft(requests)
+    def _learn_draft(self, requests: int, step_ms: float, expected: float, stoppable: bool) -> float:
         if not stoppable or not self._draft.seen(requests):
             return step_ms if self._draft.learn(requests, step_ms) else expected
         if step_ms > OUTLIER * expected:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from dsde.control.arrays import Bools, Floats, Ints
+from dsde.control.measured import Measured
 from dsde.control.records import RequestSpeculation
 
 __all__ = ["Figures"]
@@ -36,43 +37,26 @@ class Figures:
         """A copy of the slot's row, [COLUMNS]."""
         return self._block[slot].copy()
 
-    def measure(
-        self,
-        slots: Ints,
-        drafted: Ints,
-        usable: Bools,
-        kld_sum: Floats,
-        overlap_sum: Floats,
-        kld_max: Floats,
-        capped: Floats,
-        wvir: Floats,
-        stable: Bools,
-    ) -> None:
-        """Add verification steps; all [R], a slot stands there once for each of its steps, oldest first.
-
-        Signals count where `usable`; capped: 0 or 1.
-        """
-        new = np.empty((CAPPED + 1, slots.size))
+    def measure(self, steps: Measured, wvir: Floats, stable: Bools) -> None:
+        """Add verification steps; wvir, stable: [U], of the usable rows alone, for only their signals count."""
+        slots, usable = steps.slots, steps.usable
+        new = np.zeros((CAPPED + 1, slots.size))
         new[STEPS] = 1.0
-        new[STEPS_OFF] = drafted == 0
-        new[DRAFTED] = new[POSITIONS] = drafted
-        new[KLD_SUM] = kld_sum
-        new[OVERLAP_SUM] = overlap_sum
-        new[MEASURED] = 1.0
-        new[WVIR_SUM] = wvir
-        new[STABLE] = stable
-        new[KLD_SUM:CAPPED, ~usable] = 0.0
-        new[CAPPED] = capped
+        new[STEPS_OFF] = steps.drafted == 0
+        new[DRAFTED] = steps.drafted
+        new[CAPPED] = steps.capped
+        drafted, kld_sum = steps.drafted[usable], steps.kld_sum[usable]
+        new[KLD_SUM:CAPPED, usable] = (kld_sum, drafted, steps.overlap_sum[usable], np.ones(wvir.size), wvir, stable)
         np.add.at(self._block[:, : CAPPED + 1], slots, new.T)
-        np.maximum.at(self._block[:, LENGTH_MAX], slots, drafted)
+        np.maximum.at(self._block[:, LENGTH_MAX], slots, steps.drafted)
         measured = slots[usable]
-        np.maximum.at(self._block[:, KLD_MAX], measured, kld_max[usable])
+        np.maximum.at(self._block[:, KLD_MAX], measured, steps.kld_max[usable])
         # Where a slot stands more than once, numpy keeps the last value.
-        self._block[measured, KLD_LAST] = kld_sum[usable] / drafted[usable]
-        self._block[measured, WVIR_LAST] = wvir[usable]
+        self._block[measured, KLD_LAST] = kld_sum / drafted
+        self._block[measured, WVIR_LAST] = wvir
 
-    def rest(self, slots: Ints, capped: Floats) -> None:
-        """Add one step in which none of R distinct slots verified a draft; capped: [R], 0 or 1."""
+    def rest(self, slots: Ints, capped: Bools) -> None:
+        """Add one step in which none of R distinct slots verified a draft; capped: [R]."""
         rows = self._block.take(slots, 0)
         rows[:, STEPS : STEPS_OFF + 1] += 1.0
         rows[:, CAPPED] += capped

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from dsde.control.arrays import Floats
+from dsde.control.arrays import ONE, Floats
 
 __all__ = ["Costs", "Price", "best_price"]
 
 ITERATIONS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(NamedTuple):
     """Costs of one step in ms. plain: decoding the batch's n requests. token: one more token. draft: one draft step."""
 
     plain: float
@@ -22,8 +22,7 @@ class Costs:
     draft: float
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(NamedTuple):
     """rate: tokens per ms expected of the whole batch, the best that any depth reaches. depth: that depth, draft steps.
 
     A slot is worth verifying iff its survival exceeds rate * token.
@@ -43,26 +42,44 @@ def best_price(survival: Floats, share: Floats, requests: int, costs: Costs) -> 
     """
     rate, depth = requests / costs.plain, 0
     resolved = share * survival
-    sure = np.add.reduce(resolved, 0)
+    sure = np.add.reduce(resolved, 0).tolist()
     # Tokens and counts that the threshold decides, one above the other.
     unresolved = np.empty((2, *survival.shape))
     np.subtract(survival, resolved, out=unresolved[0])
-    np.subtract(1.0, share, out=unresolved[1])
-    draft_ms = costs.draft * np.arange(1.0, survival.shape[1] + 1.0)
-    for _ in range(ITERATIONS if draft_ms.size else 0):
+    np.subtract(ONE, share, out=unresolved[1])
+    decided: bytes | None = None
+    for _ in range(ITERATIONS):
         threshold = rate * costs.token
-        expected = np.add.reduce(unresolved * (survival > threshold), 1)
-        expected += sure
-        emitted, count = np.add.accumulate(expected, 1)
-        value = emitted - threshold * count
-        value -= rate * draft_ms
-        best = int(value.argmax())
-        if value[best] <= 0.0:
+        above = (survival > threshold).astype(np.float64)
+        if above.tobytes() != decided:
+            decided = above.tobytes()
+            decisions = zip(*np.vecdot(unresolved.swapaxes(1, 2), above.T).tolist(), sure, strict=True)
+            slots = [(tokens + fixed, count + fixed) for tokens, count, fixed in decisions]
+        best, emitted, count = _best_depth(slots, threshold, rate, costs.draft)
+        if not best:
             break
-        depth = best + 1
-        tokens = requests + float(emitted[best])
-        time = costs.plain + costs.token * float(count[best]) + costs.draft * depth
+        depth = best
+        tokens = requests + emitted
+        time = costs.plain + costs.token * count + costs.draft * depth
         if tokens / time <= rate * (1.0 + 1e-6):
             break
         rate = tokens / time
     return Price(rate, depth)
+
+
+def _best_depth(
+    slots: Sequence[tuple[float, float]], threshold: float, rate: float, draft: float
+) -> tuple[int, float, float]:
+    """The depth that gains most, 0 where none gains, and the tokens and counts expected up to it.
+
+    slots: the batch's expected tokens and counts in each slot position. A count costs `threshold` tokens.
+    """
+    best, gain = (0, 0.0, 0.0), 0.0
+    emitted = count = 0.0
+    for depth, (slot_emitted, slot_count) in enumerate(slots, 1):
+        emitted += slot_emitted
+        count += slot_count
+        value = emitted - threshold * count - rate * (draft * depth)
+        if value > gain:
+            best, gain = (depth, emitted, count), value
+    return best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from dsde.control.records import DraftStop
 __all__ = ["PriceStop"]
 
 
-@dataclass(frozen=True, slots=True)
-class PriceStop:
+class PriceStop(NamedTuple):
     """Another draft step iff sum_i max(0, S_ij a_next - threshold) > step_price, in tokens.
 
     S_ij: survival of request i's slot j. a_next: acceptance expected of the slot after it. rows: request id -> row of
@@ -37,7 +36,7 @@ class PriceStop:
         row = np.array([self.rows.get(i, -1) for i in request_ids], dtype=np.int64)
         index = np.maximum(row, 0)
         own, after, onward = (values.take(index, 0) for values in (self.own, self.after, self.onward))
-        return replace(self, after=after, onward=onward, own=own, survival=(row >= 0).astype(np.float64))
+        return self._replace(after=after, onward=onward, own=own, survival=(row >= 0).astype(np.float64))
 
     def goes_on(self, step: int, top_prob: Numbers, entropy: Numbers) -> Bools:
         """All requests or none, for a draft step costs the same for one as for all."""

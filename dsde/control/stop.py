@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,13 +13,15 @@ from dsde.control.records import DraftStop
 __all__ = ["combine"]
 
 
-def combine(parts: Sequence[tuple[DraftStop | None, Sequence[str]]], lengths: Mapping[str, int]) -> DraftStop | None:
-    """One rule for a batch of parts (rule, request ids); a part without a rule drafts its planned lengths."""
-    if len(parts) == 1:
-        return parts[0][0]
-    if all(rule is None for rule, _ in parts):
+def combine(
+    rules: Sequence[DraftStop | None], parts: Sequence[Iterable[str]], lengths: Mapping[str, int]
+) -> DraftStop | None:
+    """One rule for a batch in parts of request ids; a part without a rule of its own drafts its planned lengths."""
+    if len(rules) == 1:
+        return rules[0]
+    if all(rule is None for rule in rules):
         return None
-    return _MixedStop(tuple((rule, tuple(ids)) for rule, ids in parts), dict(lengths))
+    return _MixedStop(tuple((rule, tuple(ids)) for rule, ids in zip(rules, parts, strict=True)), dict(lengths))
 
 
 @dataclass(frozen=True, slots=True)

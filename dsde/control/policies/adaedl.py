@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dsde.control.arrays import Bools, Ints, Numbers
-from dsde.control.history import Recent
+from dsde.control.history import Newest, Recent
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
 from dsde.control.records import DraftStop
@@ -57,7 +57,7 @@ class AdaEdl(Policy):
         self._measure = Paper(PaperSettings(), max_length)
         self.warmup_tokens = self._measure.warmup_tokens
 
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """As in `paper`."""
         return self._measure.signals(recent)
 
@@ -84,7 +84,7 @@ class AdaEdl(Policy):
         thresholds = self._threshold.take(batch.slots).tolist()
         usable = np.minimum(lengths, batch.usable).tolist()
         rules = zip(thresholds, usable, strict=True)
-        return Proposal(lengths, lengths, EntropyStop(self.settings.gamma, dict(zip(batch.ids, rules, strict=True))))
+        return Proposal(lengths, lengths, EntropyStop(self.settings.gamma, dict(zip(batch.rows, rules, strict=True))))
 
     def observe(self, step: Step) -> None:
         """r <- .5 r + .5 rate; lambda' = lambda + .01 if r < .9, lambda - .01 if r > .9 and all were accepted; lambda

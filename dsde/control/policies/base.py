@@ -7,14 +7,14 @@ do nothing; a state of its own is kept per slot, and starts afresh whenever a sl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsde.control.acceptance import Acceptance
 from dsde.control.arrays import Floats, Ints
 from dsde.control.cost import StepCost
-from dsde.control.history import History, Recent
+from dsde.control.history import Newest, Recent
 from dsde.control.records import DraftStop
 
 __all__ = [
@@ -31,8 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Signals:
+class Signals(NamedTuple):
     """Stability signals of B requests: scale_factor [B] and wvir [B], both float64."""
 
     scale_factor: Floats
@@ -44,8 +43,7 @@ class Signals:
         return self.scale_factor * self.wvir
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """Speculation lengths of B requests, [B] int64 in draft tokens.
 
     lengths: each request's own prediction, 0 <= length <= its limit. caps: SL_cap; the request runs min(length, cap).
@@ -57,38 +55,36 @@ class Proposal:
     stop: DraftStop | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """The B requests of one policy that are about to draft, or have just drafted, and what the controller has learnt.
 
-    ids: B ids. slots: [B] int64. limits: [B] int64, the longest each may ever have. usable: [B] int64, the most that
-    it can use now, limit included. size: requests of the whole batch, of other policies too. trims: whether trim()
-    will follow the drafting.
+    rows: request id -> row, in order. slots: [B] int64. limits: [B] int64, the longest each may ever have. usable:
+    [B] int64, the most that it can use now, limit included. size: requests of the whole batch, of other policies too.
+    trims: whether trim() will follow the drafting. recall: the history of slots [B].
     """
 
-    ids: Sequence[str]
+    rows: Mapping[str, int]
     slots: Ints
     limits: Ints
     usable: Ints
     size: int
     trims: bool
-    history: History
+    recall: Callable[[Ints], Recent]
     acceptance: Acceptance
     cost: StepCost
 
     @property
     def recent(self) -> Recent:
-        """The requests' history; costs a gather, so it is read only by those who want it."""
-        return self.history.recent(self.slots)
+        """The requests' history; it has to be brought up to date, so it is read only by those who want it."""
+        return self.recall(self.slots)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One verification step, of the R requests of one policy. slots, drafted, accepted: [R] int64.
 
     size: requests that decoded in the step, of other policies too. verify_ms, draft_ms: times of the step's two halves
     for the whole batch, draft_ms 0 where nothing was drafted after it. plain_ms: expected time of a step in which the
-    same requests decode without speculation.
+    same requests decode without speculation, on a machine as slow as it was in this step.
     """
 
     slots: Ints
@@ -115,7 +111,7 @@ class Policy(ABC):
     learns = False
 
     @abstractmethod
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """How stable each request is by this policy's windows and decay."""
 
     @abstractmethod

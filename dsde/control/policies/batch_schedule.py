@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsde.control.arrays import Ints
-from dsde.control.history import Recent
+from dsde.control.history import Newest, Recent
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
 
@@ -60,7 +60,7 @@ class BatchSchedule(Policy):
         self._measure = Paper(PaperSettings(), max_length)
         self.warmup_tokens = self._measure.warmup_tokens
 
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """As in `paper`."""
         return self._measure.signals(recent)
 

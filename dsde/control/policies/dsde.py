@@ -10,7 +10,7 @@ from abc import abstractmethod
 import numpy as np
 
 from dsde.control.arrays import Bools, Floats, Ints
-from dsde.control.history import Recent
+from dsde.control.history import Newest, Recent
 from dsde.control.policies.base import Policy, Proposal, Signals
 
 __all__ = ["EPS", "DsdeRule"]
@@ -36,7 +36,7 @@ class DsdeRule(Policy):
         return self.capped(predicted, np.minimum(self.warmup(recent), limits), recent.calibrating)
 
     @abstractmethod
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """SF and WVIR of each request."""
 
     @abstractmethod

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsde.control.arrays import Floats, Ints
-from dsde.control.history import Recent
+from dsde.control.arrays import Floats, Ints, first_slots
+from dsde.control.history import Newest, Recent
 from dsde.control.ledger import Ledger
 from dsde.control.policies.base import Batch, Policy, Proposal, Signals, Step
 from dsde.control.policies.paper import Paper, PaperSettings
@@ -58,7 +58,7 @@ class Goodput(Policy):
         self.settings = settings
         self._measure = Paper(PaperSettings(), max_length)
         self.warmup_tokens = self._measure.warmup_tokens
-        self._depths = np.arange(max_length)
+        self._first_slots = first_slots(max_length)
         self._ledger = Ledger()
         self._speculating = True
         self._probing = self._exploring = False
@@ -69,7 +69,7 @@ class Goodput(Policy):
         self._costs = Costs(1.0, 0.0, 0.0)
         self._unchecked = 0
 
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """As in `paper`."""
         return self._measure.signals(recent)
 
@@ -83,11 +83,11 @@ class Goodput(Policy):
             lengths = self._probe(batch, self._costs)
             return Proposal(lengths, lengths)
         survival, share = batch.acceptance.expect(batch.slots)
-        survival *= self._depths < batch.usable[:, None]
+        survival *= self._first_slots.take(batch.usable, 0)
         if not batch.trims:
             share = np.zeros_like(share)
         cost = batch.cost
-        costs = self._costs = Costs(plain=cost.verify(batch.size), token=cost.token, draft=cost.draft(batch.size))
+        costs = self._costs = Costs(cost.verify(batch.size), cost.token, cost.draft(batch.size))
         price = best_price(survival, share, batch.size, costs)
         plain = batch.size / costs.plain
         pays = price.depth > 0 and price.rate >= plain * (1.0 if self._speculating else RESUME)
@@ -121,7 +121,7 @@ class Goodput(Policy):
         if step.draft_ms == 0.0 and not np.count_nonzero(step.drafted):
             self._ledger.rest(step.plain_ms)
             return
-        emitted = 1.0 + float(np.add.reduce(step.accepted)) / step.size
+        emitted = 1.0 + sum(step.accepted.tolist()) / step.size
         self._ledger.book(step.plain_ms, emitted, spent, step.size)
 
     def trim(self, batch: Batch, lengths: Ints) -> Ints:
@@ -130,7 +130,10 @@ class Goodput(Policy):
             return lengths
         survival, drafted = batch.acceptance.drafts(batch.slots)
         worth = np.add.reduce(survival > self._threshold, 1)
-        return np.where(drafted > 0, np.minimum(lengths, worth), lengths)
+        kept = np.minimum(lengths, worth)
+        if 0 in drafted.tolist():
+            np.copyto(kept, lengths, where=drafted == 0)
+        return kept
 
     def _rests_on(self, batch: Batch) -> bool:
         """Whether speculation rests and nothing has changed: then the decision stands for a few steps."""
@@ -142,7 +145,7 @@ class Goodput(Policy):
 
     def _promising(self, batch: Batch, share: Floats, costs: Costs) -> bool:
         """Whether drafting would pay if acceptance were as good as the little that was verified leaves possible."""
-        survival = batch.acceptance.hopeful(batch.slots) * (self._depths < batch.usable[:, None])
+        survival = batch.acceptance.hopeful(batch.slots) * self._first_slots.take(batch.usable, 0)
         price = best_price(survival, share, batch.size, costs)
         return price.depth > 0 and price.rate >= RESUME * batch.size / costs.plain
 
@@ -163,14 +166,13 @@ class Goodput(Policy):
 
     def _stop(self, batch: Batch, step_price: float) -> PriceStop:
         after, onward, own = batch.acceptance.inside(batch.slots)
-        rows = dict(zip(batch.ids, range(len(batch.ids)), strict=True))
-        return PriceStop(rows, after, onward, own, self._threshold, MARGIN * step_price)
+        return PriceStop(batch.rows, after, onward, own, self._threshold, MARGIN * step_price)
 
     def _probe(self, batch: Batch, costs: Costs) -> Ints:
         """[B], length 1 for a few requests when the rest has been long enough to pay for it, else 0."""
         lengths = np.zeros_like(batch.limits)
         self._probing = False
-        count = max(1, len(batch.ids) // PROBE_PART)
+        count = max(1, batch.slots.size // PROBE_PART)
         price = max(costs.draft + count * costs.token, self._probe_ms)
         if self._rested_ms * PROBE_SHARE < price:
             return lengths

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsde.control.arrays import Floats, Ints
-from dsde.control.history import WINDOW, Recent
+from dsde.control.history import WINDOW, Newest, Recent
 from dsde.control.policies.base import Signals, check_flag, check_number
 from dsde.control.policies.dsde import EPS, DsdeRule
 from dsde.control.signals import scale_factor, weighted_variance, wvir
@@ -53,7 +53,7 @@ class Paper(DsdeRule):
         self.settings = settings
         self.warmup_tokens = settings.warmup_tokens
 
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """SF of the latest step's mean KLD as it is, WVIR = Var_w(newest 10) / (Var_w(newest 30) + eps)."""
         decay, short, long = self.settings.decay, self.settings.short_window, self.settings.long_window
         short_variance = weighted_variance(recent.kld[:, -short:], np.minimum(recent.count, short), decay)

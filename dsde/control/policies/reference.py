@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsde.control.arrays import Floats, Ints
-from dsde.control.history import Recent
+from dsde.control.history import Newest, Recent
 from dsde.control.policies.base import Signals, check_flag, check_number
 from dsde.control.policies.dsde import EPS, DsdeRule
 from dsde.control.signals import scale_factor, weighted_variance, wvir
@@ -51,7 +51,7 @@ class Reference(DsdeRule):
         self.settings = settings
         self.warmup_tokens = settings.warmup_tokens
 
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """SF of KLD / temperature; WVIR of the KLDs as they are, 20 where they are flat, 0 with fewer than two."""
         heat = np.where(recent.temperature == 0.0, 1.0, recent.temperature)
         third = np.maximum(recent.count // 3, 1)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsde.control.arrays import Ints
-from dsde.control.history import Recent
-from dsde.control.policies.base import Policy, Proposal, Signals, check_number
+from dsde.control.history import Newest, Recent
+from dsde.control.policies.base import Batch, Policy, Proposal, Signals, check_number
 from dsde.control.policies.paper import Paper, PaperSettings
 
 __all__ = ["Static", "StaticSettings"]
@@ -36,11 +36,16 @@ class Static(Policy):
         self._measure = Paper(PaperSettings(), max_length)
         self.warmup_tokens = self._measure.warmup_tokens
 
-    def signals(self, recent: Recent) -> Signals:
+    def signals(self, recent: Newest) -> Signals:
         """As in `paper`."""
         return self._measure.signals(recent)
 
     def propose(self, recent: Recent, limits: Ints) -> Proposal:
         """min(K, limit) for each request."""
         lengths = np.minimum(limits, self._length)
+        return Proposal(lengths, lengths)
+
+    def plan(self, batch: Batch) -> Proposal:
+        """min(K, limit) for each request, without a look at the history."""
+        lengths = np.minimum(batch.limits, self._length)
         return Proposal(lengths, lengths)

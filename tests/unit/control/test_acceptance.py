@@ -27,7 +27,7 @@ def calibration_error(scores: np.ndarray, labels: np.ndarray, bins: int = 10) ->
 
 def test_logistic_first_step_by_hand() -> None:
     # One row x = 1, y = 1 at p = 1/2: A = 4 * .998 + 1/4 = 4.242, w = (1/2) / (4.242 + .5) = .105441.
-    model = Logistic(np.zeros(1))
+    model = Logistic(np.zeros((1, 1)), 0)
     one = np.ones((1, 1))
     model.learn(one, one[0], one[0])
     assert model.weights.item() == pytest.approx(0.105441, abs=1e-6)
@@ -36,7 +36,7 @@ def test_logistic_first_step_by_hand() -> None:
 def test_logistic_finds_the_weights_of_its_data() -> None:
     rng = np.random.default_rng(0)
     truth = np.array([-0.5, 1.5, 0.8])
-    model = Logistic(np.zeros(3))
+    model = Logistic(np.zeros((2, 3)), 1)
     for _ in range(400):
         x = np.concatenate((np.ones((16, 1)), rng.standard_normal((16, 2))), axis=1)
         y = (rng.random(16) < sigmoid(x @ truth)).astype(np.float64)

@@ -448,7 +448,7 @@ def test_a_longer_wish_than_the_limit_is_the_limit() -> None:
 
 def test_ten_thousand_requests_leave_nothing_behind() -> None:
     controller = Controller("paper", capacity=20, max_length=8)
-    addresses = [controller._history._ring.ctypes.data, controller._history._state.ctypes.data]
+    addresses = [controller._history._kld.ctypes.data, controller._history._calibration.ctypes.data]
     for batch in range(500):
         ids = [f"{batch}-{index}" for index in range(20)]
         for request in ids[:5]:
@@ -460,7 +460,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
             assert controller.finish(request) is not None
     assert (controller.live, controller._history.used, controller._choosers) == (0, 0, 0)
     assert len(controller._policies) <= 1
-    assert addresses == [controller._history._ring.ctypes.data, controller._history._state.ctypes.data]
+    assert addresses == [controller._history._kld.ctypes.data, controller._history._calibration.ctypes.data]
 
 
 def test_the_record_becomes_the_object_of_the_answer() -> None:

@@ -66,6 +66,19 @@ def test_pauses_and_prefills_are_ignored() -> None:
     assert (cost.verify(2), cost.verify(10), cost.token) == before
 
 
+def test_the_pace_is_what_lies_beyond_doubt() -> None:
+    cost = StepCost(8, 4)
+    for _ in range(50):
+        assert cost.learn(2, 40.0, False, 0, 0, None).pace == 1.0
+    # Up to a quarter off is no news.
+    slow = cost.learn(2, 60.0, False, 0, 0, None)
+    assert slow.pace == pytest.approx(60.0 / cost.verify(2) / 1.25)
+    assert slow.pace > 1.1
+    fast = cost.learn(2, 20.0, False, 0, 0, None)
+    assert fast.pace == pytest.approx(20.0 / cost.verify(2) * 1.25)
+    assert fast.pace < 0.7
+
+
 def test_a_machine_that_became_five_times_slower_is_believed_after_eight_steps() -> None:
     curve = Curve((1.0, 0.005), 8)
     for _ in range(50):

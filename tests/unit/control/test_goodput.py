@@ -22,6 +22,7 @@ class Engine:
         self.kept = dict.fromkeys(self.ids, 0)
         self.time = self.tokens = self.drafting = 0.0
         self.prompt_tokens = 0
+        self.slowness = 1.0
 
     def step(self, top: float, accept: float, rng: random.Random) -> tuple[SpeculationPlan, SpeculationPlan]:
         n = len(self.ids)
@@ -47,11 +48,11 @@ class Engine:
                 kld=np.full(sum(drafted), 0.2, dtype=np.float32),
                 overlap=np.full(sum(drafted), accept, dtype=np.float32),
                 temperature=np.full(n, self.temperature, dtype=np.float32),
-                draft_step_ms=DRAFT if some else None,
+                draft_step_ms=DRAFT * self.slowness if some else None,
                 draft_ids=tuple(self.ids) if some else (),
                 draft_top_prob=top + noise if some else None,
                 draft_entropy=1.0 - top + np.abs(noise) if some else None,
-                step_ms=verify + TOKEN * self.prompt_tokens,
+                step_ms=(verify + TOKEN * self.prompt_tokens) * self.slowness,
                 num_tokens=tokens + self.prompt_tokens,
                 has_prefill=self.prompt_tokens > 0,
             ),
@@ -299,6 +300,15 @@ def test_reading_the_prompts_of_others_is_no_loss_of_speculation() -> None:
         engine.prompt_tokens = 700 if step % 3 == 0 else 0
         depths.append(engine.step(0.9, 0.9, rng)[0].depth)
     assert min(depths[60:]) > 0
+
+
+def test_a_machine_that_slows_down_is_no_loss_of_speculation() -> None:
+    rng = random.Random(7)
+    engine = Engine(controller(2), ["a", "b"])
+    for step in range(160):
+        engine.slowness = 3.0 if step in range(80, 100) else 1.0
+        plan, _ = engine.step(0.8, 0.8, rng)
+        assert step < 80 or plan.depth > 0
 
 
 def test_what_coming_back_cost_makes_probes_rare() -> None:

@@ -5,6 +5,7 @@ Costs are those of the replay's machines, so every figure is the same on any mac
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,14 @@ def test_a_short_unlucky_start_does_not_end_speculation_that_pays() -> None:
     own = replay("goodput", exam, COSTS["gpu-mixed"], 16, steps=300, seed=3)
     assert own.off_share < 0.2
     assert own.ratio > 1.02
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_copy_learns_what_the_original_does(temperature: float) -> None:
+    lessons, exam = halves("low", temperature)
+    original = Controller("goodput", capacity=2, max_length=exam.length, trims=True)
+    copied = copy.deepcopy(original)
+    for controller in (original, copied):
+        replay("goodput", lessons, COSTS["cpu"], 2, steps=100, controller=controller)
+    runs = [replay("goodput", exam, COSTS["cpu"], 2, steps=100, controller=one) for one in (original, copied)]
+    assert runs[0] == runs[1]

@@ -1,31 +1,42 @@
 """Ring, slots and calibration of the history."""
 
+import random
+
 import numpy as np
 import pytest
 
-from dsde.control.history import WINDOW, History
+from dsde.control.history import WINDOW, History, Newest, Recent
+from dsde.control.measured import Measured
+from dsde.control.records import StepObservation
+
+Step = tuple[list[int], list[list[float]], list[int], float]
+"""Slots, the KLDs and the accepted drafts of each, and their temperature."""
+
+
+def measured(*steps: Step) -> Measured:
+    return Measured(
+        [
+            (
+                np.array(slots),
+                StepObservation(
+                    request_ids=tuple(map(str, slots)),
+                    num_draft_tokens=np.array([len(kld) for kld in klds]),
+                    num_accepted_tokens=np.array(accepted),
+                    kld=np.array([value for kld in klds for value in kld]),
+                    overlap=np.array([0.5 for kld in klds for _ in kld]),
+                    temperature=np.full(len(slots), temperature),
+                ),
+                np.zeros(len(slots), dtype=np.bool_),
+            )
+            for slots, klds, accepted, temperature in steps
+        ]
+    )
 
 
 def append(
-    history: History,
-    slots: list[int],
-    klds: list[list[float]],
-    accepted: list[int],
-    usable: list[bool] | None = None,
-    temperature: float = 0.0,
+    history: History, slots: list[int], klds: list[list[float]], accepted: list[int], temperature: float = 0.0
 ) -> None:
-    drafted = np.array([len(step) for step in klds])
-    history.append(
-        np.array(slots),
-        drafted,
-        np.array(accepted),
-        np.full(len(slots), temperature),
-        np.arange(drafted.max()) < drafted[:, None],
-        np.array([kld for step in klds for kld in step]),
-        np.array([sum(step) for step in klds], dtype=np.float64),
-        np.array([max(step, default=0.0) for step in klds]),
-        np.array([bool(step) for step in klds] if usable is None else usable),
-    )
+    history.append(measured((slots, klds, accepted, temperature)))
 
 
 def newest(history: History, slot: int) -> list[float]:
@@ -83,11 +94,36 @@ def test_an_unusable_step_leaves_the_signals_and_counts_its_tokens() -> None:
     history = History(1)
     slot = history.allocate(4)
     append(history, [slot], [[0.25, 0.75]], [1])
-    append(history, [slot], [[float("nan"), 3.0]], [2], usable=[False])
+    append(history, [slot], [[float("nan"), 3.0]], [2])
     recent = history.recent(np.array([slot]))
     assert newest(history, slot) == [0.25, 0.75]
     assert (recent.kld_last.item(), recent.kld_mean_pre.item(), recent.kld_max_pre.item()) == (0.5, 0.5, 0.75)
     assert (recent.calibrating.item(), recent.accepted_max.item()) == (False, 2.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_appended_together_are_steps_appended_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    together, single = History(4), History(4)
+    for history in (together, single):
+        for warmup in (0, 5, 20, 60):
+            history.allocate(warmup)
+    for _ in range(6):
+        steps: list[Step] = []
+        for _ in range(rng.randint(1, 9)):
+            slots = rng.sample(range(4), rng.randint(1, 4))
+            klds = [[rng.random() for _ in range(rng.choice((0, 1, 3, 40)))] for _ in slots]
+            if klds[0] and rng.random() < 0.2:
+                klds[0][0] = float("nan")
+            steps.append((slots, klds, [rng.randint(0, len(kld)) for kld in klds], rng.random()))
+        at_once = together.append(measured(*steps))
+        parts = [single.append(measured(step)) for step in steps]
+        for name in ("kld", "count", "kld_last", "temperature"):
+            rows = np.concatenate([getattr(part, name) for part in parts])
+            assert getattr(at_once, name).tolist() == rows.tolist()
+        one, other = (history.recent(np.arange(4)) for history in (together, single))
+        for name in Newest.__slots__ + Recent.__slots__:
+            assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
 
 
 def test_a_slot_is_empty_when_it_is_allocated_again() -> None:

@@ -90,3 +90,8 @@ def test_confidence_that_will_tell_makes_drafting_pay() -> None:
     price = best_price(survival, np.ones_like(survival), 10, costs)
     # 14 tokens in 10 + .5 * 4 + .5 = 12.5 ms.
     assert (price.depth, price.rate) == (1, pytest.approx(14 / 12.5))
+
+
+def test_without_slots_to_draft_the_price_is_that_of_plain_decoding() -> None:
+    nothing = np.empty((4, 0))
+    assert best_price(nothing, nothing, 4, Costs(plain=10.0, token=0.5, draft=0.5)) == (0.4, 0)
