@@ -69,7 +69,14 @@ def cluster(head: Cluster) -> Cluster:
 
 @pytest.fixture
 def workers(cluster: Cluster) -> list[Node]:
-    return cluster.nodes[1:]
+    """Those that serve from the start."""
+    return cluster.nodes[1:3]
+
+
+@pytest.fixture(scope="module")
+def spare(cluster: Cluster) -> Node:
+    """A third one, as the autoscaler adds a pod for an engine that finds no place."""
+    return cluster.add_worker()
 
 
 def ask(node: Node, *, tokens: int = 16, key: str | None = KEY) -> httpx.Response:
@@ -197,8 +204,8 @@ def test_every_worker_answers_grpc_for_those_with_the_key(workers: list[Node]) -
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+@pytest.mark.usefixtures("spare")
 def test_policy_and_number_change_in_place_and_no_request_fails(cluster: Cluster, workers: list[Node]) -> None:
-    cluster.add_worker()
     before, config = cluster.engines(), serve_config(OVERLAY)
     scaling = options(OVERLAY, "EngineReplica")["autoscaling_config"]
     with no_request_fails(workers) as load:
@@ -232,8 +239,8 @@ def changed(config: Manifest, **other: Any) -> Manifest:
     return made
 
 
-def test_a_worker_that_is_drained_cuts_no_stream(cluster: Cluster, workers: list[Node]) -> None:
-    at = cluster.places(workers)
+def test_a_worker_that_is_drained_cuts_no_stream(cluster: Cluster, workers: list[Node], spare: Node) -> None:
+    at = cluster.places([*workers, spare])
     busy = {each["node_id"] for name in ("EngineReplica", "OpenAIIngress") for each in cluster.replicas(name)}
     engines = {each["node_id"] for each in cluster.replicas("EngineReplica")}
     leaving_id = next(node for node in at if node in engines)
