@@ -46,9 +46,11 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
             "runtime_env": {"env_vars": environment},
         },
     ).bind(config)
-    # The ingress renders and streams; on two cores a core of its own would leave an engine without one.
     return ingress.options(
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
+        ray_actor_options={
+            "num_cpus": config.serving.cpus_per_ingress,
+            "runtime_env": {"env_vars": environment},
+        },
     ).bind(config, engines)
 
 

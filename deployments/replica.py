@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.util import metrics as ray_metrics
 
+from deployments.autoscaling import signals
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
 
@@ -99,6 +100,10 @@ class EngineReplica:
     def record_routing_stats(self) -> dict[str, Any]:
         """What Serve hands to the routers of this deployment, once in a period."""
         return self._engine.routing_stats().to_dict()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve hands to the autoscaling policy, where there is one."""
+        return signals(self._engine.routing_stats())
 
     async def load(self) -> dict[str, int]:
         """`taken`: requests since the start; `unfinished`: those the engine still has, waiting ones included."""

@@ -112,8 +112,10 @@ def switch_policy(policy: str, settings: dict[str, Any], dashboard: str = "http:
         raise RuntimeError(f"no application {_APP!r} runs at {dashboard}")
     for app in deployed:
         build_policy(policy, settings, configuration(app["args"]).speculation.max_length)
-        others = [one for one in app.get("deployments", []) if one["name"] != _ENGINES]
-        app["deployments"] = [*others, {"name": _ENGINES, "user_config": policy_config(policy, settings)}]
+        options = {one["name"]: one for one in app.get("deployments", [])}
+        engines = options.get(_ENGINES, {"name": _ENGINES})
+        options[_ENGINES] = {**engines, "user_config": policy_config(policy, settings)}
+        app["deployments"] = list(options.values())
     instance = {key: running[key] for key in ("proxy_location", "http_options", "grpc_options")}
     client.deploy_applications({**instance, "applications": deployed})
 

@@ -102,6 +102,9 @@ class ServingConfig(_Section):
     device: Literal["cpu", "gpu"] = "cpu"
     cpus_per_replica: float = Field(1.0, gt=0, description="CPU cores, and on CPU engine threads, of one replica")
     gpus_per_replica: float = Field(1.0, ge=0, description="GPUs of one replica; device=gpu only")
+    cpus_per_ingress: float = Field(
+        0.0, ge=0, description="CPU cores set aside for an ingress; above 0, it keeps off nodes without cores"
+    )
     max_ongoing_requests: int = Field(64, ge=1, description="requests a replica takes before they queue at the router")
     router: Literal["stability_aware", "power_of_two"] = Field(
         "stability_aware", description="how a request finds its replica; power_of_two is Ray Serve's own"

@@ -1,6 +1,7 @@
 """The Grafana dashboard and the Prometheus alert rules, described once.
 
-`python -m dsde.telemetry.monitoring k8s` writes k8s/dashboards/dsde.json and k8s/alerts/dsde.yaml.
+`python -m dsde.telemetry.monitoring k8s` writes k8s/dashboards/dsde.json, and the rules as Prometheus reads them,
+k8s/alerts/dsde.yaml, and as its operator does, k8s/alerts/prometheus-rule.yaml.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ __all__ = ["ALERTS", "PANELS", "Alert", "Panel", "alert_rules", "dashboard", "ma
 RATE = "$__rate_interval"
 """Grafana's own interval for rates; a rule has the fixed one below."""
 _RULE_RATE = "5m"
+_PROMETHEUS_RULE = {
+    "apiVersion": "monitoring.coreos.com/v1",
+    "kind": "PrometheusRule",
+    "metadata": {"name": "dsde"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +270,16 @@ def alert_rules() -> dict[str, Any]:
     return {"groups": [{"name": "dsde", "rules": rules}]}
 
 
+def _yaml(value: dict[str, Any]) -> str:
+    return yaml.safe_dump(value, sort_keys=False, width=10_000)
+
+
 def files() -> dict[str, str]:
     """Path below the folder and content of each file."""
     return {
         "dashboards/dsde.json": json.dumps(dashboard(), indent=2) + "\n",
-        "alerts/dsde.yaml": yaml.safe_dump(alert_rules(), sort_keys=False, width=10_000),
+        "alerts/dsde.yaml": _yaml(alert_rules()),
+        "alerts/prometheus-rule.yaml": _yaml(_PROMETHEUS_RULE | {"spec": alert_rules()}),
     }
 
 

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deployments import serve
+
+
+class Rest:
+    """Stands for Serve's REST client. deployed: what was sent last."""
+
+    def __init__(self, deployments: list[dict[str, Any]]) -> None:
+        self._app = {"name": "dsde", "import_path": "deployments.app:build_app", "args": {}, "deployments": deployments}
+        self.deployed: dict[str, Any] = {}
+
+    def get_serve_details(self) -> dict[str, Any]:
+        instance = {"proxy_location": "EveryNode", "http_options": {"port": 8000}, "grpc_options": {"port": 9000}}
+        return {**instance, "applications": {"dsde": {"name": "dsde", "deployed_app_config": self._app}}}
+
+    def deploy_applications(self, config: dict[str, Any]) -> None:
+        self.deployed = config
+
+
+def test_another_policy_leaves_the_other_options_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = {"name": "OpenAIIngress", "num_replicas": 2}
+    engines = {"name": "EngineReplica", "num_replicas": 3, "user_config": {"policy": "paper", "settings": {}}}
+    rest = Rest([ingress, engines])
+    monkeypatch.setattr(serve, "_serve_client", lambda dashboard: rest)
+    serve.switch_policy("static", {"length": 3})
+    assert rest.deployed["applications"][0]["deployments"] == [
+        ingress,
+        {"name": "EngineReplica", "num_replicas": 3, "user_config": {"policy": "static", "settings": {"length": 3}}},
+    ]
+
+
+def test_a_first_switch_adds_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = Rest([])
+    monkeypatch.setattr(serve, "_serve_client", lambda dashboard: rest)
+    serve.switch_policy("autoregressive", {})
+    assert rest.deployed["applications"][0]["deployments"] == [
+        {"name": "EngineReplica", "user_config": {"policy": "autoregressive", "settings": {}}}
+    ]
