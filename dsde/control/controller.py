@@ -368,6 +368,7 @@ class Controller:
             drafting,
             depth,
             observation.draft_step_ms,
+            requests=len(observation.request_ids),
             stoppable=plan is not None and plan.stop is not None,
         )
         # What it cost to come back is no cost of drafting, but it was spent.

@@ -24,6 +24,8 @@ RESTART = 8
 """Outliers in a row after which it is the machine."""
 CLIP = 0.5
 """Relative error above which a measurement at a size seen before pulls no harder."""
+STEEPNESS_MEMORY = 0.95
+"""What the sums under a batch size's slope keep when it decodes another step with drafts."""
 LOCAL_MEMORY = 20.0
 LOCAL_PRIOR = 4.0
 """Measurements at one size that the average there remembers, and that weigh as much as the line."""
@@ -158,6 +160,8 @@ class StepCost:
     def __init__(self, capacity: int, max_length: int) -> None:
         self._verify = Curve(VERIFY_PRIOR, capacity * (1 + max_length))
         self._draft = Curve(DRAFT_PRIOR, capacity)
+        # Of each batch size: sums of (draft tokens * time beyond the line's) and of (draft tokens)^2.
+        self._steepness = [(0.0, 0.0)] * (capacity + 1)
         self._sync = self._syncs = 0.0
 
     @property
@@ -170,10 +174,13 @@ class StepCost:
         """(a, b): a step of t tokens takes about a + b t."""
         return self._verify.line
 
-    @property
-    def token(self) -> float:
-        """b, the price of one more token in a verification."""
-        return self._verify.line[1]
+    def token(self, requests: int) -> float:
+        """Price of one more token in a verification of `requests` requests: b, but for what is known of this batch size.
+
+        A machine that reads memory for a few tokens computes for many, so that no line holds for both.
+        """
+        excess, drafts = self._steepness[requests]
+        return max(0.0, self._verify.line[1] + excess / (drafts + LOCAL_PRIOR * requests**2))
 
     def verify(self, tokens: int) -> float:
         """Time of one step that decodes or verifies `tokens` tokens."""
@@ -201,14 +208,18 @@ class StepCost:
         depth: int,
         draft_step_ms: float | None,
         *,
+        requests: int = 0,
         stoppable: bool = False,
     ) -> StepTime:
         """Take one engine step and return its times, expected ones where measured ones are no decoding.
 
         tokens: tokens of the forward. drafting: requests in the drafting, of `depth` draft steps of draft_step_ms each.
-        stoppable: whether a rule could end the drafting after each of them.
+        requests: those that decoded in the forward, with tokens - requests drafts. stoppable: whether a rule could end the
+        drafting after each of its steps.
         """
         verify, measured = self._learn_verify(tokens, step_ms, has_prefill)
+        if measured and 0 < requests < tokens:
+            self._learn_steepness(requests, tokens - requests, verify)
         slowness = verify / self.verify(tokens)
         pace = slowness / min(DOUBT, max(1.0 / DOUBT, slowness))
         if not depth or not drafting:
@@ -223,6 +234,13 @@ class StepCost:
             return self.verify(tokens), False
         self._draft.rescale(self._verify.line[0])
         return step_ms, True
+
+    def _learn_steepness(self, requests: int, drafts: int, step_ms: float) -> None:
+        beyond = step_ms - self.verify(requests) - self._verify.line[1] * drafts
+        bound = CLIP * step_ms
+        excess, weight = self._steepness[requests]
+        excess = STEEPNESS_MEMORY * excess + drafts * max(-bound, min(bound, beyond))
+        self._steepness[requests] = excess, STEEPNESS_MEMORY * weight + drafts * drafts
 
     def _learn_draft(self, requests: int, step_ms: float, expected: float, stoppable: bool) -> float:
         if not stoppable or not self._draft.seen(requests):

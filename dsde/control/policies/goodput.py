@@ -87,7 +87,7 @@ class Goodput(Policy):
         if not batch.trims:
             share = np.zeros_like(share)
         cost = batch.cost
-        costs = self._costs = Costs(cost.verify(batch.size), cost.token, cost.draft(batch.size))
+        costs = self._costs = Costs(cost.verify(batch.size), cost.token(batch.size), cost.draft(batch.size))
         price = best_price(survival, share, batch.size, costs)
         plain = batch.size / costs.plain
         pays = price.depth > 0 and price.rate >= plain * (1.0 if self._speculating else RESUME)

@@ -57,13 +57,13 @@ def test_pauses_and_prefills_are_ignored() -> None:
     for _ in range(50):
         for tokens in (2, 10):
             assert clean(cost, tokens, 40.0 + tokens)
-    before = cost.verify(2), cost.verify(10), cost.token
+    before = cost.verify(2), cost.verify(10), cost.token(2)
     pause = cost.learn(2, 42.0 * 4.5, False, 0, 0, None)
     assert not pause.measured
     assert pause.verify == pytest.approx(42.0, rel=0.01)
     prefill = cost.learn(500, 90.0, True, 2, 3, 300.0)
     assert not prefill.measured
-    assert (cost.verify(2), cost.verify(10), cost.token) == before
+    assert (cost.verify(2), cost.verify(10), cost.token(2)) == before
 
 
 def test_the_pace_is_what_lies_beyond_doubt() -> None:
@@ -143,7 +143,7 @@ def test_what_stopping_costs_is_kept_apart() -> None:
 
 def test_before_anything_is_measured_only_the_shape_is_known() -> None:
     cost = StepCost(4, 4)
-    assert (cost.verify(2), cost.token, cost.draft(2), cost.sync) == (1.01, 0.005, 0.12, 0.0)
+    assert (cost.verify(2), cost.token(2), cost.draft(2), cost.sync) == (1.01, 0.005, 0.12, 0.0)
     cost.learn(2, 10.1, False, 0, 0, None)
     assert cost.draft(2) == pytest.approx(1.2)
 
@@ -154,3 +154,20 @@ def test_plain_steps_are_known_from_speculative_ones() -> None:
     for tokens in (32, 95, *(60 + index % 5 for index in range(40))):
         curve.learn(tokens, 112.0 + 6.8 * tokens)
     assert curve.at(32) == pytest.approx(329.6, rel=0.01)
+
+
+def test_the_price_of_a_token_is_that_of_the_batch_size() -> None:
+    # 200 ms up to 4 tokens, 15 ms for each one more: flat for one request with three drafts, steep for four with one.
+    cost = StepCost(8, 4)
+    for _ in range(200):
+        for tokens in (1, 4):
+            cost.learn(tokens, 200.0, False, 0, 0, None, requests=1)
+    assert cost.token(1) < 1.0
+    for _ in range(8):
+        cost.learn(8, 260.0, False, 0, 0, None, requests=4)
+    assert cost.line[1] < 3.0
+    assert cost.token(4) > 8.0
+    assert cost.token(1) < 3.0
+    for _ in range(30):
+        cost.learn(8, 260.0, False, 0, 0, None, requests=4)
+    assert cost.token(4) == pytest.approx(15.0, rel=0.25)
