@@ -175,7 +175,7 @@ class StepCost:
         return self._verify.line
 
     def token(self, requests: int) -> float:
-        """Price of one more token in a verification of `requests` requests: b, but for what is known of this batch size.
+        """Price of one more token in a verification of `requests` requests: b, and what this batch size adds to it.
 
         A machine that reads memory for a few tokens computes for many, so that no line holds for both.
         """
@@ -214,8 +214,8 @@ class StepCost:
         """Take one engine step and return its times, expected ones where measured ones are no decoding.
 
         tokens: tokens of the forward. drafting: requests in the drafting, of `depth` draft steps of draft_step_ms each.
-        requests: those that decoded in the forward, with tokens - requests drafts. stoppable: whether a rule could end the
-        drafting after each of its steps.
+        requests: those that decoded in the forward, with tokens - requests drafts. stoppable: whether a rule could end
+        the drafting after each of its steps.
         """
         verify, measured = self._learn_verify(tokens, step_ms, has_prefill)
         if measured and 0 < requests < tokens:
