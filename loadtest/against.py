@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,6 @@ def run(chosen: Options, config: DsdeConfig) -> int:
 
 def _run(chosen: Options, config: DsdeConfig) -> int:
     assert chosen.against is not None
-    records: dict[str, list[Record]] = {DSDE: [], chosen.against: []}
     rounds: list[dict[str, list[Record]]] = []
     with Progress() as progress, tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         place = Path(scratch)
@@ -115,11 +115,11 @@ def _run(chosen: Options, config: DsdeConfig) -> int:
                     progress.stage(f"round {number + 1} of {chosen.rounds}: {name}")
                     seed = chosen.manner.seed + number
                     rounds[-1][name] = asyncio.run(_half(chosen, seed, servers[name].url, name))
-                    records[name] += rounds[-1][name]
         except KeyboardInterrupt:
             rounds = [one for one in rounds if len(one) == len(servers)]
             if not rounds:
                 raise
+    records = {name: _in_turn([one[name] for one in rounds]) for name in servers}
     _tell(rounds, chosen)
     if chosen.report is not None:
         for name, own in records.items():
@@ -129,6 +129,18 @@ def _run(chosen: Options, config: DsdeConfig) -> int:
     for name, line in faults:
         print(f"dsde loadtest: FAILED: {name}: {line}", file=sys.stderr)
     return 1 if faults else 0
+
+
+def _in_turn(rounds: Sequence[Sequence[Record]]) -> list[Record]:
+    """The rounds of one server as one run: each begins where the one before ended."""
+    run: list[Record] = []
+    for records in rounds:
+        later = max((one.end_s for one in run), default=0.0)
+        for one in records:
+            first = None if one.first_token_s is None else one.first_token_s + later
+            times = {"scheduled_s": one.scheduled_s + later, "started_s": one.started_s + later}
+            run.append(replace(one, **times, first_token_s=first, end_s=one.end_s + later))
+    return run
 
 
 def ours(config: DsdeConfig, scratch: Path) -> Server:

@@ -89,6 +89,9 @@ class Drive:
             error, detail = failure.kind, str(failure)
         except TimeoutError:
             error, detail = "timeout", f"no end within {self._timeout_s:g} s"
+        except Exception as unforeseen:
+            # A request that this client could not carry out has failed too, and the others go on.
+            error, detail = "client", f"{type(unforeseen).__name__}: {unforeseen}"
         except asyncio.CancelledError:
             error, detail = CANCELLED, "given up by the load test"
             raise

@@ -47,7 +47,7 @@ class HttpSender:
                     yield part
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Failure("connection", f"nothing answers at {self.base}: {error or 'timed out'}") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Failure("connection", f"it broke: {error or type(error).__name__}") from None
 
     async def model(self) -> tuple[str, str]:

@@ -115,6 +115,8 @@ def _check_modes(given: argparse.Namespace) -> None:
     chosen = [flag for flag, wanted in modes.items() if wanted]
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} exclude each other: give one of them")
+    if given.report is not None and (given.find_rate or given.aiperf is not None):
+        raise ValueError(f"--report {given.report} and {chosen[0]} exclude each other: the latter makes no report")
     alone = given.find_rate or given.against is not None
     if alone and given.profile not in (None, "steady"):
         raise ValueError(f"--profile {given.profile} and {chosen[0]} exclude each other: the latter sends steadily")

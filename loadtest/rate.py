@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadtest.drive import CANCELLED
+from loadtest.profile import MOST_REQUESTS
 from loadtest.records import Record
 
-__all__ = ["LOWEST", "Found", "Probe", "find_rate", "judge"]
+__all__ = ["LOWEST", "Found", "Probe", "bounds", "find_rate", "judge"]
 
 LOWEST, HIGHEST = 1 / 64, 4096.0
 """Requests per second between which is searched."""
+FEWEST_REQUESTS = 4
+"""Requests that a probe has to expect."""
 PRECISION = 1.1
 """The search ends when the lowest rate that failed is at most so many times the highest that held."""
 
@@ -44,6 +47,11 @@ class Found:
         return self.rate is not None and self.failing is not None and self.failing <= self.rate * PRECISION
 
 
+def bounds(duration_s: float) -> tuple[float, float]:
+    """The lowest and highest rate that a probe of `duration_s` can say something about."""
+    return max(LOWEST, FEWEST_REQUESTS / duration_s), min(HIGHEST, 0.9 * MOST_REQUESTS / duration_s)
+
+
 def judge(rate: float, records: list[Record], slo_ttft_ms: float) -> Probe:
     """What a run says. A request given up without a first token counts as one that never got it."""
     waits = [float("inf") if one.ttft_ms is None else one.ttft_ms for one in records]
@@ -53,8 +61,14 @@ def judge(rate: float, records: list[Record], slo_ttft_ms: float) -> Probe:
     return Probe(rate, len(records), p95, failed, holds=not failed and p95 <= slo_ttft_ms)
 
 
-async def find_rate(probe: Callable[[float], Awaitable[Probe]], start: float, out: Callable[[], bool]) -> Found:
-    """Search from `start` requests per second. out: whether there is no time for one more probe."""
+async def find_rate(
+    probe: Callable[[float], Awaitable[Probe]],
+    start: float,
+    out: Callable[[], bool],
+    bounds: tuple[float, float] = (LOWEST, HIGHEST),
+) -> Found:
+    """Search from `start` requests per second, within `bounds`. out: whether there is no time for one more probe."""
+    lowest, highest = bounds
     good: float | None = None
     bad: float | None = None
     rate = start
@@ -72,5 +86,5 @@ async def find_rate(probe: Callable[[float], Awaitable[Probe]], start: float, ou
             rate /= 2
         else:
             rate = (good * bad) ** 0.5
-        if not LOWEST <= rate <= HIGHEST:
+        if not lowest <= rate <= highest:
             return found

@@ -23,7 +23,7 @@ from loadtest.http import HttpSender
 from loadtest.options import Options
 from loadtest.plan import GRPC, HTTP, plan
 from loadtest.profile import MOST_REQUESTS, Profile, arrivals
-from loadtest.rate import HIGHEST, Found, Probe, find_rate, judge
+from loadtest.rate import Found, Probe, bounds, find_rate, judge
 from loadtest.records import RECORDS, Record, read_records
 from loadtest.report import write_comparison, write_report
 from loadtest.rpc import GrpcSender
@@ -172,7 +172,7 @@ async def _find_rate(chosen: Options) -> int:
 
         progress.stage(f"looking for the highest rate with p95 TTFT up to {chosen.slo.ttft_ms:g} ms")
         try:
-            found = await find_rate(probe, chosen.profile.rate, out)
+            found = await find_rate(probe, chosen.profile.rate, out, bounds(chosen.duration_s))
         finally:
             await _close(senders)
     return _say_rate(found, chosen)
@@ -185,7 +185,7 @@ def _say_rate(found: Found, chosen: Options) -> int:
         return _loud([f"no rate holds {bound}: {found.failing:.3g} requests/s fails already"])
     failing = "none that was tried failed" if found.failing is None else f"{found.failing:.3g} fails"
     if not found.exact:
-        bounded = found.failing is None and found.rate * 2 > HIGHEST
+        bounded = found.failing is None and found.rate * 2 > bounds(chosen.duration_s)[1]
         failing += "; no higher one is tried" if bounded else "; the time was up, --minutes gives more"
     print(f"highest rate with {bound}: {found.rate:.3g} requests/s ({failing})")
     return 0

@@ -220,7 +220,7 @@ class StepCost:
         verify, measured = self._learn_verify(tokens, step_ms, has_prefill)
         if measured and 0 < requests < tokens:
             self._learn_steepness(requests, tokens - requests, verify)
-        slowness = verify / self.verify(tokens)
+        slowness = verify / self.verify(tokens) if measured else 1.0
         pace = slowness / min(DOUBT, max(1.0 / DOUBT, slowness))
         if not depth or not drafting:
             return StepTime(verify, 0.0, measured, pace)

@@ -66,6 +66,16 @@ def test_pauses_and_prefills_are_ignored() -> None:
     assert (cost.verify(2), cost.verify(10), cost.token(2)) == before
 
 
+def test_a_step_of_prompts_alone_has_no_pace() -> None:
+    # Times that grow faster than sizes leave a = 0, so that no tokens take no time.
+    cost = StepCost(8, 4)
+    for _ in range(60):
+        for tokens in range(1, 9):
+            cost.learn(tokens, 2.0 * tokens**2, False, 0, 0, None)
+    assert cost.line[0] == 0.0
+    assert cost.learn(0, 5.0, True, 0, 0, None).pace == 1.0
+
+
 def test_the_pace_is_what_lies_beyond_doubt() -> None:
     cost = StepCost(8, 4)
     for _ in range(50):

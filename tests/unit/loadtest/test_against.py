@@ -10,9 +10,9 @@ import pytest
 
 from dsde.config import from_values
 from dsde.engine import plugin
-from loadtest.against import FIGURES, Versus, ours, versus, vllm
+from loadtest.against import FIGURES, Versus, _in_turn, ours, versus, vllm
 from loadtest.exchange import Failure
-from loadtest.figures import Slo
+from loadtest.figures import Slo, summarise
 from loadtest.records import Record
 from loadtest.server import Server
 
@@ -120,3 +120,12 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no memory'); sys.exit(3)"]
     with pytest.raises(Failure, match="web ended with status 3: no memory"):
         Server("web", command, {}, tmp_path / "log", url="http://127.0.0.1:1").__enter__()
+
+
+def test_rounds_of_a_server_follow_each_other_in_its_report(record: Callable[..., Record]) -> None:
+    one = [record(scheduled_s=0.0, started_s=0.0, first_token_s=0.5, end_s=2.0)]
+    run = _in_turn([one, one, one])
+    assert [each.started_s for each in run] == [0.0, 2.0, 4.0]
+    assert [each.first_token_s for each in run] == [0.5, 2.5, 4.5]
+    assert summarise(run, SLO).tokens_per_s == pytest.approx(summarise(one, SLO).tokens_per_s)
+    assert summarise(run, SLO).ttft_ms == pytest.approx(summarise(one, SLO).ttft_ms)

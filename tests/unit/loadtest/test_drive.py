@@ -165,3 +165,15 @@ async def test_the_model_is_asked_for(url: str, rpc: tuple[str, Servicer]) -> No
     await grpc.close()
     with pytest.raises(Failure, match=r"nothing answers at http://127.0.0.1:1: .*; start a server with `make run`"):
         await HttpSender("http://127.0.0.1:1").model()
+
+
+async def test_what_the_client_cannot_do_is_a_failed_request_and_the_others_go_on(url: str) -> None:
+    class Broken:
+        def send(self, asked: Any, timeout_s: float) -> Any:
+            raise KeyError("odd")
+
+        async def close(self) -> None:
+            pass
+
+    records = await driven({"grpc": Broken(), "http": HttpSender(url)}, request(protocol="grpc"), request())
+    assert sorted((one.protocol, one.error) for one in records) == [("grpc", "client"), ("http", None)]

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from loadtest.drive import CANCELLED
-from loadtest.rate import HIGHEST, LOWEST, Probe, find_rate, judge
+from loadtest.profile import MOST_REQUESTS, Profile, arrivals
+from loadtest.rate import HIGHEST, LOWEST, Probe, bounds, find_rate, judge
 from loadtest.records import Record
 
 
@@ -40,6 +41,15 @@ async def test_a_server_that_takes_everything_or_nothing_ends_the_search() -> No
     assert (found.rate, found.failing) == (HIGHEST, None)
     found = await find_rate(server(0.0, []), 1.0, out=lambda: False)
     assert (found.rate, found.failing) == (None, LOWEST)
+
+
+@pytest.mark.parametrize("duration_s", [5.0, 30.0, 600.0])
+async def test_every_rate_that_is_tried_can_be_sent(duration_s: float) -> None:
+    for limit in (float("inf"), 0.0):
+        seen: list[float] = []
+        await find_rate(server(limit, seen), 1.0, lambda: False, bounds(duration_s))
+        for rate in seen:
+            assert 0 < len(arrivals(Profile("steady", rate, rate, duration_s), seed=1)) <= MOST_REQUESTS
 
 
 def test_a_request_without_a_first_token_is_one_that_missed_it(record: Callable[..., Record]) -> None:

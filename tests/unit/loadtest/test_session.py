@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[3]
             "--against vllm --url http://a",
             "--against vllm starts both servers itself and asks them over HTTP: no --url",
         ),
+        ("--find-rate --report there", "--report there and --find-rate exclude each other: the latter makes no report"),
         ("--pair bench", "settings are for the servers that --against starts; a running server has its own"),
         ("--compare nowhere nothing", "nowhere: accepted: a directory that --report wrote, or its records.jsonl"),
         ("--input nowhere", "--input nowhere: there is no such file"),
