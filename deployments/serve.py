@@ -145,6 +145,16 @@ def _stop_signals() -> Iterator[None]:
 
 def _free_ports(config: DsdeConfig) -> _Ports:
     serving, loopback = config.serving, "127.0.0.1"
+    taken: dict[int, str] = {}
+    for setting, port in (
+        ("serving.port", serving.port),
+        ("serving.grpc_port", serving.grpc_port),
+        ("serving.dashboard_port", serving.dashboard_port),
+        ("telemetry.metrics_port", config.telemetry.metrics_port),
+    ):
+        if port and port in taken:
+            raise _Refused(f"{setting} = {port} is {taken[port]} too; choose another (0 = any free one)")
+        taken[port] = setting
     return _Ports(
         http=_free_port("serving.port", serving.host, serving.port),
         grpc=_free_port("serving.grpc_port", serving.host, serving.grpc_port),
@@ -174,13 +184,18 @@ def _check_telemetry(config: DsdeConfig) -> None:
         raise _Refused(str(error)) from None
 
 
+def _cores(config: DsdeConfig) -> float:
+    return config.serving.replicas * config.serving.cpus_per_replica + config.serving.cpus_per_ingress
+
+
 def _check_cores(config: DsdeConfig) -> None:
-    needed = config.serving.replicas * config.serving.cpus_per_replica
+    needed = _cores(config)
     cores = len(os.sched_getaffinity(0))
     if needed > cores:
         raise _Refused(
             f"serving.replicas = {config.serving.replicas} with serving.cpus_per_replica = "
-            f"{config.serving.cpus_per_replica:g} need {needed:g} cores, this machine has {cores}"
+            f"{config.serving.cpus_per_replica:g} and serving.cpus_per_ingress = {config.serving.cpus_per_ingress:g} "
+            f"need {needed:g} cores, this machine has {cores}"
         )
 
 
@@ -226,7 +241,7 @@ def _start_ray(config: DsdeConfig, ports: _Ports) -> None:
     os.environ.update(proxy_environment(config.serving) | serve_environment(config.telemetry))
     ray.init(
         address="local",
-        num_cpus=math.ceil(config.serving.replicas * config.serving.cpus_per_replica),
+        num_cpus=math.ceil(_cores(config)),
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=True,
         dashboard_host="127.0.0.1",

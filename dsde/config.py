@@ -112,7 +112,7 @@ class ServingConfig(_Section):
     tool_call_parser: str | None = Field(
         "hermes", description="vLLM's parser for the tool calls that the model writes; null refuses tools"
     )
-    max_queued_requests: int = Field(256, ge=0, description="requests that may queue for the replicas; more get a 503")
+    max_queued_requests: int = Field(256, ge=1, description="requests that may queue for the replicas; more get a 503")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(9000, ge=0, le=65535, description="gRPC port, on the same host")

@@ -116,11 +116,11 @@ def span_processors() -> list[SpanProcessor]:
     return [BatchSpanProcessor(OTLPSpanExporter())]
 
 
-def _start_tracing(config: TelemetryConfig) -> None:
+def _start_tracing(config: TelemetryConfig, resource: Resource) -> None:
     """Send this process's spans away, where somebody wants them and Serve's own tracing has not seen to it."""
     if traces_endpoint(config) is None or isinstance(trace.get_tracer_provider(), TracerProvider):
         return
-    provider = TracerProvider()
+    provider = TracerProvider(resource=resource)
     for processor in span_processors():
         provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
@@ -148,7 +148,8 @@ def start(config: TelemetryConfig, model: str, instance: str, registry: Registry
     """
     if not config.enabled:
         return None
-    _start_tracing(config)
+    resource = Resource.create({"service.instance.id": instance, **_service_name()})
+    _start_tracing(config, resource)
     readers: list[MetricReader] = []
     if _endpoint(config, "METRICS") is not None:
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
@@ -159,7 +160,6 @@ def start(config: TelemetryConfig, model: str, instance: str, registry: Registry
     endpoint = traces_endpoint(config)
     if not readers and endpoint is None:
         return None
-    resource = Resource.create({"service.instance.id": instance, **_service_name()})
     provider = MeterProvider(readers, resource, views=views())
     # The span processors were made before; their counters find this provider here.
     metrics.set_meter_provider(provider)

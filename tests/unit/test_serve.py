@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from deployments import serve
+from dsde.config import from_values
 
 
 class Rest:
@@ -41,3 +42,15 @@ def test_a_first_switch_adds_the_engines(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rest.deployed["applications"][0]["deployments"] == [
         {"name": "EngineReplica", "user_config": {"policy": "autoregressive", "settings": {}}}
     ]
+
+
+def test_two_servers_cannot_share_a_port() -> None:
+    config = from_values({"serving": {"port": 9000}})
+    with pytest.raises(serve._Refused, match=r"serving.grpc_port = 9000 is serving.port too; choose another"):
+        serve._free_ports(config)
+
+
+def test_an_ingress_counts_among_the_cores() -> None:
+    config = from_values({"serving": {"replicas": 1000, "cpus_per_ingress": 0.5}})
+    with pytest.raises(serve._Refused, match=r"serving.cpus_per_ingress = 0.5 need 1000.5 cores"):
+        serve._check_cores(config)
