@@ -23,9 +23,6 @@ from tests.collector import Collector, collector
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-# The application's Ray asks for a token, and Ray reads this when it is imported.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-
 READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 60
 ANSWER_TIMEOUT_S = 180
