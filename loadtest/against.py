@@ -137,9 +137,14 @@ def _in_turn(rounds: Sequence[Sequence[Record]]) -> list[Record]:
     for records in rounds:
         later = max((one.end_s for one in run), default=0.0)
         for one in records:
-            first = None if one.first_token_s is None else one.first_token_s + later
-            times = {"scheduled_s": one.scheduled_s + later, "started_s": one.started_s + later}
-            run.append(replace(one, **times, first_token_s=first, end_s=one.end_s + later))
+            moved = replace(
+                one,
+                scheduled_s=one.scheduled_s + later,
+                started_s=one.started_s + later,
+                first_token_s=None if one.first_token_s is None else one.first_token_s + later,
+                end_s=one.end_s + later,
+            )
+            run.append(moved)
     return run
 
 
