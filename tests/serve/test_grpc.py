@@ -304,7 +304,14 @@ def test_grpc_listens_on_loopback_only(served: Served) -> None:
 def dsde_client(served: Served, way: str, *arguments: str) -> subprocess.Popen[str]:
     where = ["--grpc", "--address", served.address] if way == "grpc" else ["--url", served.url]
     command = [sys.executable, "-m", "dsde.cli", "client", "What is the capital of France?", *where, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Who starts the tests in the background may have them ignore interrupts, which their children would inherit.
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.parametrize("way", ["http", "grpc"])
