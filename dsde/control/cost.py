@@ -137,7 +137,11 @@ class Curve:
             self._a += (bb - ab * x) * pull / determinant
             self._b += (aa * x - ab) * pull / determinant
 
-        a, b = self.line = self._admissible()
+        nearest = self._admissible()
+        if any(nearest):
+            # No step takes no time: where the origin is nearest, the line stays.
+            self.line = nearest
+        a, b = self.line
         if size < len(self._count):
             count = self._count[size] = min(self._count[size] + 1.0, LOCAL_MEMORY)
             ratio = time / max(a + b * x, 1e-9)

@@ -181,3 +181,12 @@ def test_the_price_of_a_token_is_that_of_the_batch_size() -> None:
     for _ in range(30):
         cost.learn(8, 260.0, False, 0, 0, None, requests=4)
     assert cost.token(4) == pytest.approx(15.0, rel=0.25)
+
+
+def test_no_times_make_a_step_free() -> None:
+    # A machine that gets faster by leaps: the nearest admissible line passes through the origin and is flat.
+    cost = StepCost(32, 8)
+    times = ((2, 8.4), (4, 7.8), (21, 1.1), (12, 3.2), (2, 38.8), (21, 4.5), (2, 2.3), (21, 6.2), (36, 0.7), (36, 0.7))
+    for tokens, step_ms in times:
+        assert cost.learn(tokens, step_ms, False, 0, 0, None).verify > 0.0
+        assert cost.verify(1) >= 0.0 < cost.verify(36)
