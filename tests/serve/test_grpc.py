@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -291,14 +292,18 @@ def test_reflection_describes_the_service(channel: grpc.Channel) -> None:
 
 def test_grpc_listens_on_loopback_only(served: Served) -> None:
     port = int(served.address.rpartition(":")[2])
-    listening = [
-        one.laddr.ip
-        for process in psutil.Process(served.pid).children(recursive=True)
-        for one in process.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
-    ]
-    assert listening
-    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+
+    def listening() -> set[str]:
+        found = set()
+        for process in psutil.Process(served.pid).children(recursive=True):
+            # A process may end while it is asked.
+            with suppress(psutil.Error):
+                own = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+                found |= {one.laddr.ip.removeprefix("::ffff:") for one in own if one.laddr.port == port}
+        return found
+
+    seconds_until(lambda: bool(listening()), 10)
+    assert listening() == {"127.0.0.1"}
 
 
 def dsde_client(served: Served, way: str, *arguments: str) -> subprocess.Popen[str]:
