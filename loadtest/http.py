@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from dsde.client.http import reason
 from loadtest.exchange import End, Failure, Request
 
 __all__ = ["HttpSender", "options_of"]
@@ -42,7 +43,7 @@ class HttpSender:
         try:
             async with self._client.stream("POST", place, json=_body(request), headers=headers) as got:
                 if got.status_code != httpx.codes.OK:
-                    raise Failure(f"http {got.status_code}", _reason(await got.aread()))
+                    raise Failure(f"http {got.status_code}", reason(await got.aread()))
                 async for part in _parts(got):
                     yield part
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -60,7 +61,7 @@ class HttpSender:
             text = f"nothing answers at {self.base}: {error or 'timed out'}; start a server with `make run`"
             raise Failure("connection", text) from None
         if got.status_code != httpx.codes.OK:
-            raise Failure(f"http {got.status_code}", f"{self.base}/v1/models: {_reason(got.content)}")
+            raise Failure(f"http {got.status_code}", f"{self.base}/v1/models: {reason(got.content)}")
         try:
             model = got.json()["data"][0]
             return str(model["id"]), str(model.get("root") or "")
@@ -123,11 +124,3 @@ async def _parts(response: httpx.Response) -> AsyncGenerator[int | End, None]:
             tokens += new
             yield new
     raise Failure("cut", "the stream ended before its [DONE]")
-
-
-def _reason(body: bytes) -> str:
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")[:200] or "without a reason"

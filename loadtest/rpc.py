@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 import grpc
-from google.protobuf.json_format import MessageToDict
 
 from deployments.proto.dsde.v1 import inference_pb2 as pb
 from deployments.proto.dsde.v1 import inference_pb2_grpc as pb_grpc
+from dsde.client.rpc import answer
 from loadtest.exchange import End, Failure, Request
 
 __all__ = ["GrpcSender"]
@@ -83,13 +83,11 @@ def _message(request: Request) -> pb.GenerateRequest:
 
 
 def _end(message: pb.GenerateResponse) -> End:
-    stats = MessageToDict(
-        message.speculation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    told = answer(message)
     return End(
-        answer_id=message.request_id,
-        finish_reason=pb.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower(),
-        prompt_tokens=message.usage.prompt_tokens,
-        completion_tokens=message.usage.completion_tokens,
-        speculation=stats if message.HasField("speculation") else None,
+        answer_id=told.request_id,
+        finish_reason=told.finish_reason,
+        prompt_tokens=told.prompt_tokens,
+        completion_tokens=told.completion_tokens,
+        speculation=told.speculation,
     )

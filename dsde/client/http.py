@@ -10,7 +10,7 @@ import httpx
 
 from dsde.client.exchange import Answer, ClientError, Question
 
-__all__ = ["ask_http"]
+__all__ = ["ask_http", "reason"]
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -30,7 +30,7 @@ async def ask_http(
             client.stream("POST", f"{base}/v1/chat/completions", json=_body(question, stream), headers=headers) as got,
         ):
             if got.status_code != httpx.codes.OK:
-                raise ClientError(f"{base} answers {got.status_code}: {_reason(await got.aread())}")
+                raise ClientError(f"{base} answers {got.status_code}: {reason(await got.aread())}")
             if stream:
                 async for part in _streamed(got):
                     yield part
@@ -86,7 +86,8 @@ def _answer(body: dict[str, Any], finish_reason: str) -> Answer:
     )
 
 
-def _reason(body: bytes) -> str:
+def reason(body: bytes) -> str:
+    """What a refusal's body says: the error's message where it is OpenAI's, else its beginning."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

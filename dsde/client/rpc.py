@@ -12,7 +12,7 @@ from deployments.proto.dsde.v1 import inference_pb2 as pb
 from deployments.proto.dsde.v1 import inference_pb2_grpc as pb_grpc
 from dsde.client.exchange import Answer, ClientError, Question
 
-__all__ = ["ask_grpc"]
+__all__ = ["answer", "ask_grpc"]
 
 
 async def ask_grpc(
@@ -34,7 +34,7 @@ async def ask_grpc(
             async for message in call if stream else _one(call):
                 yield message.text
                 if message.HasField("usage"):
-                    yield _answer(message)
+                    yield answer(message)
     except grpc.aio.AioRpcError as error:
         details = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE and ("connect" in details or "resolving" in details):
@@ -57,7 +57,8 @@ def _request(question: Question) -> pb.GenerateRequest:
     return request
 
 
-def _answer(message: pb.GenerateResponse) -> Answer:
+def answer(message: pb.GenerateResponse) -> Answer:
+    """What the last message of an answer says; no speculation where it has none."""
     stats = MessageToDict(
         message.speculation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
