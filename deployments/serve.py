@@ -165,7 +165,7 @@ def _free_ports(config: DsdeConfig) -> _Ports:
 
 def _free_port(setting: str, host: str, port: int) -> int:
     """`port`, or a free one when it is 0."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -336,7 +336,8 @@ def _command() -> str:
 
 
 def _banner(config: DsdeConfig, ports: _Ports) -> str:
-    host = "127.0.0.1" if config.serving.host in ("0.0.0.0", "::") else config.serving.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.serving.host, config.serving.host)
+    host = f"[{host}]" if ":" in host else host
     url = f"http://{host}:{ports.http}"
     name = served_name(config)
     return f"""

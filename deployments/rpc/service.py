@@ -25,6 +25,7 @@ logger = logging.getLogger("ray.serve")
 
 _SERVICES = ("", pb.DESCRIPTOR.services_by_name["Inference"].full_name)
 _WATCH_PERIOD_S = 5.0
+_WATCHES = 12
 _Serving = health_pb2.HealthCheckResponse
 
 
@@ -112,15 +113,20 @@ class InferenceService:
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        """The status now and at each change, seen within seconds; SERVICE_UNKNOWN for a name that is never served."""
+        """The status now and at each change, seen within seconds; SERVICE_UNKNOWN for a name that is never served.
+
+        Ends after a minute, as UNAVAILABLE, on which clients watch again: a server that stops waits for its calls.
+        """
         said = None
-        while True:
+        for _ in range(_WATCHES):
             known = request.service in _SERVICES
             status = await self._status() if known else _Serving.SERVICE_UNKNOWN
             if status != said:
                 said = status
                 yield _Serving(status=status)
             await asyncio.sleep(_WATCH_PERIOD_S)
+        set_status(grpc_context, 503, f"watched for {_WATCHES * _WATCH_PERIOD_S:.0f} s; watch again")
+        yield _Serving(status=status)
 
     async def _status(self) -> int:
         return int(_Serving.SERVING if await self._generation.healthy() else _Serving.NOT_SERVING)

@@ -54,6 +54,11 @@ class Events:
                 self._note(request, EVENT_CALIBRATED, length)
             request.steps += 1
 
+    def of(self, request_id: str) -> list[Event]:
+        """The events so far of a request that goes on, oldest first."""
+        request = self._requests.get(request_id)
+        return [] if request is None else request.events
+
     def finish(self, request_id: str) -> list[Event]:
         """The request's events, oldest first; it is forgotten."""
         request = self._requests.pop(request_id, None)

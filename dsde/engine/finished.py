@@ -46,16 +46,18 @@ def finished_request(
     structured = sampling.structured_outputs is not None
     stats = None if last is None else last.metrics
     later = 0 if stats is None else stats.num_generation_tokens - 1
-    decoding = Decoding() if last is None else decoding_of(last)
+    # Of several answers, one's figures and another's counts would come together.
+    measured = None if sampling.n > 1 else last
+    decoding = Decoding() if measured is None else decoding_of(measured)
     return FinishedRequest(
         operation=operation_of(call.request_id),
         request_class="structured" if structured else "sampled" if sampling.temperature > 0 else "greedy",
         duration_s=seconds,
         first_token_s=stats.first_token_latency if stats is not None and later >= 0 else None,
-        per_token_s=decoding.seconds / later if later > 0 else None,
+        per_token_s=decoding.seconds / later if later > 0 and measured is not None else None,
         decoding_s=decoding.seconds,
         error=error,
-        figures=((last.kv_transfer_params if last is not None else None) or {}).get(FIGURES_KEY),
+        figures=((measured.kv_transfer_params if measured is not None else None) or {}).get(FIGURES_KEY),
         drafted=decoding.drafted,
         accepted=decoding.accepted,
     )

@@ -107,6 +107,9 @@ class LocalEngine:
                     self._routing.finish(call, output)
                     if FIGURES_KEY in (output.kv_transfer_params or {}):
                         output.kv_transfer_params[FIGURES_KEY]["replica"] = self._name
+                elif output.kv_transfer_params:
+                    # What an output brings in case a stop string ends the request with it.
+                    output.kv_transfer_params = None
                 last = output
                 yield output
         except EngineDeadError:

@@ -148,7 +148,7 @@ class RemoteEngineClient(EngineClient):
                     break
                 output.prompt = prompt_text
                 output.prompt_token_ids = prompt_ids
-                trace_output(span, output, call.sampling_params.output_kind is RequestOutputKind.CUMULATIVE)
+                trace_output(span, output, call.sampling_params)
                 attach_figures(output, self._max_length)
                 yield output
         except EngineUnavailable as raised:
@@ -256,12 +256,16 @@ class RemoteEngineClient(EngineClient):
         raise _refused("resume_generation")
 
 
-def trace_output(span: RequestSpan, output: RequestOutput, cumulative: bool) -> None:
-    """Tell the span of one output, before its figures leave the place where they came in."""
+def trace_output(span: RequestSpan, output: RequestOutput, sampling: SamplingParams) -> None:
+    """Tell the span of one output, before its figures leave the place where they came in.
+
+    A request for several answers has no figures of its own.
+    """
+    cumulative = sampling.output_kind is RequestOutputKind.CUMULATIVE
     for answer in output.outputs:
         span.tokens(answer.index, len(answer.token_ids), answer.text, answer.finish_reason, cumulative=cumulative)
     carried = output.kv_transfer_params
-    if output.finished and carried and FIGURES_KEY in carried:
+    if output.finished and sampling.n == 1 and carried and FIGURES_KEY in carried:
         span.figures(carried[FIGURES_KEY], carried.get(EVENTS_KEY, ()))
 
 

@@ -44,7 +44,8 @@ class RoutingRecord:
             self._costs = costs
             output.kv_transfer_params = carried or None
         figures = carried.get(FIGURES_KEY)
-        if figures is None or not output.outputs:
+        if figures is None or not output.outputs or call.sampling_params.n > 1:
+            # Of several answers, one's figures and another's counts would come together.
             return
         steps, drafted, accepted, seconds = decoding_of(output)
         emitted = 1 + figures["steps"] + accepted

@@ -6,6 +6,7 @@ asynchronous scheduling (vLLM's default on GPUs). Policy and settings come from 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -20,8 +21,8 @@ from vllm.v1.request import Request
 
 from dsde.control.controller import Controller
 from dsde.control.policies import DEFAULT_POLICY
-from dsde.control.records import SpeculationPlan
-from dsde.engine.events import Events
+from dsde.control.records import RequestSpeculation, SpeculationPlan
+from dsde.engine.events import Event, Events
 from dsde.engine.options import RequestOptions, parse
 from dsde.engine.tally import Tally
 from dsde.engine.transport import (
@@ -143,6 +144,7 @@ class _Speculation(Scheduler):
     ) -> tuple[list[int], bool]:
         emitted = len(new_token_ids)
         kept, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        self._tally.cut(emitted, len(kept))
         metrics = request.spec_decode_metrics
         # An end inside the accepted drafts drops tokens that vLLM has counted as accepted (vllm-project/vllm#56101).
         if metrics is not None and emitted > max(len(kept), 1):
@@ -163,10 +165,7 @@ class _Speculation(Scheduler):
         figures = self.controller.finish(request.request_id)
         events = self._events.finish(request.request_id)
         if figures is not None:
-            costs = engine_costs(self.controller, len(self.running))
-            kv_transfer_params = {**(kv_transfer_params or {}), FIGURES_KEY: figures.to_dict(), ENGINE_KEY: costs}
-            if events:
-                kv_transfer_params[EVENTS_KEY] = events
+            kv_transfer_params = {**(kv_transfer_params or {}), **self._carried(figures, events)}
         return kv_transfer_params, ec_transfer_params
 
     def _may_draft(self, request: Request) -> bool:
@@ -181,8 +180,14 @@ class _Speculation(Scheduler):
         left = min(request.max_tokens - written, self.max_model_len - request.num_prompt_tokens - written)
         return max(0, left - 1)
 
+    def _carried(self, figures: RequestSpeculation, events: Sequence[Event]) -> dict[str, Any]:
+        """What a finished request brings to the front end."""
+        costs = engine_costs(self.controller, len(self.running))
+        carried = {FIGURES_KEY: figures.to_dict(), ENGINE_KEY: costs}
+        return {**carried, EVENTS_KEY: events} if events else carried
+
     def _attach_running_figures(self, output: Any) -> None:
-        """Send figures along at every step where a stop string may end the request outside the engine."""
+        """Send what a finished request brings at every step, where a stop string may end it outside the engine."""
         request = self.requests.get(output.request_id)
         if (
             request is None
@@ -193,7 +198,7 @@ class _Speculation(Scheduler):
         figures = self.controller.snapshot(output.request_id)
         if figures is not None:
             output.spec_decode_metrics = request.spec_decode_metrics
-            output.kv_transfer_params = {FIGURES_KEY: figures.to_dict()}
+            output.kv_transfer_params = self._carried(figures, self._events.of(output.request_id))
 
     def _options(self, request: Request) -> RequestOptions:
         assert request.sampling_params is not None

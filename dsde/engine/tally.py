@@ -54,6 +54,15 @@ class Tally:
             positions=drafted if measured else 0,
         )
 
+    def cut(self, emitted: int, kept: int) -> None:
+        """Take off what a request emitted behind its end: its answer keeps `kept` of the `emitted` tokens of a step."""
+        if kept < emitted:
+            # The last of those emitted is the target's own token.
+            self._step = self._step._replace(
+                emitted=self._step.emitted - (emitted - kept),
+                accepted=self._step.accepted - (emitted - 1 - kept),
+            )
+
     def take(self, policy: str) -> EngineStep:
         """The step so far, under the engine's default `policy`; the next one starts from nothing."""
         step = self._step._replace(policy=policy, controller_s=self._seconds)

@@ -41,6 +41,12 @@ COSTS = (20.0, 0.1, 1.5)
 NOISE = 1.3
 """Factor up to which a replica's costs may differ from the others' for no other reason than how they were measured."""
 TINY_MS = 1e-6
+FADES_S = 10.0
+"""Time without a request after which that factor is squared, and so on: a replica that was slow once is tried again."""
+TIE = 2e-3
+"""Share of the least loss by which another may be larger and still be as good: chance decides between these."""
+LATE = 1_024
+"""Requests at most that ended before their replica was known, until it is."""
 KV_FULL = 0.9
 """Use of the KV cache above which requests that wait do so for memory, not for a place."""
 
@@ -57,15 +63,17 @@ class _Booked:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """What is known of one replica, besides its row in the fleet. others: requests of other routers, in its members.
+    """What is known of one replica, besides its row in the fleet.
 
-    ended: requests that this router saw end since the latest publication, which may still count them.
+    own: requests that this router has sent there. ended: of these, those that it saw end since the latest publication,
+    which may still count them. others: requests of other routers, in the fleet's members. worked: when it last had one.
     """
 
     stats: ReplicaStats | None = None
     own: int = 0
     ended: int = 0
     others: int = 0
+    worked: float = -math.inf
 
 
 class StabilityAware(Generic[R]):
@@ -83,9 +91,10 @@ class StabilityAware(Generic[R]):
         self._fleet = Fleet.empty(0)
         self._read_by = np.zeros(0)
         self._heard = np.zeros(0)
-        self._draining = np.zeros(0, dtype=bool)
+        self._draining: set[int] = set()
         self._measured = np.zeros((0, 3))
         self._booked: OrderedDict[str, _Booked] = OrderedDict()
+        self._late: OrderedDict[str, R] = OrderedDict()
         self._classes: dict[str, ClassStats] = {}
         self._alphas: dict[str, float] = {}
         self._prefixes = Prefixes()
@@ -114,7 +123,7 @@ class StabilityAware(Generic[R]):
         fleet.places[row] = float(np.median(fleet.places[known])) if known else 32.0
         fleet.depth[row] = fleet.depth[known[0]] if known else -1.0
         fleet.members[row] = self._read_by[row] = 0.0
-        self._heard[row], self._draining[row], self._measured[row] = -math.inf, False, 0.0
+        self._heard[row], self._measured[row] = -math.inf, 0.0
         self._changed.add(row)
 
     def remove(self, replica: R) -> None:
@@ -127,6 +136,7 @@ class StabilityAware(Generic[R]):
         for number in [number for number, one in self._booked.items() if one.row == row]:
             del self._booked[number]
         self._prefixes.forget(row)
+        self._draining.discard(row)
         self._replicas[row] = _Replica()
         self._fleet.members[row] = 0.0
         self._changed.add(row)
@@ -141,10 +151,17 @@ class StabilityAware(Generic[R]):
         before = known.stats
         if before is not None and before.number == stats.number:
             return
-        known.stats, self._heard[row], self._draining[row] = stats, now, stats.draining
+        known.stats, self._heard[row] = stats, now
+        if stats.draining:
+            self._draining.add(row)
+        else:
+            self._draining.discard(row)
         if stats.verify_ms is not None and stats.draft_ms is not None and stats.verify_ms[0] > 0.0:
-            self._measured[row] = (*stats.verify_ms, stats.draft_ms)
-            fleet.base[row], fleet.token[row], fleet.draft[row] = self._believed(row)
+            measured = (*stats.verify_ms, stats.draft_ms)
+            if stats.running or measured != tuple(self._measured[row].tolist()):
+                known.worked = now
+            self._measured[row] = measured
+            fleet.base[row], fleet.token[row], fleet.draft[row] = self._believed(row, now - known.worked)
         starved = stats.kv_use > KV_FULL and stats.waiting > 0
         fleet.places[row] = max(1, min(stats.slots, stats.running) if starved else stats.slots)
         fleet.depth[row] = -1.0 if stats.priced else min(DEEPEST, round(stats.length))
@@ -157,15 +174,9 @@ class StabilityAware(Generic[R]):
         self._changed.add(row)
         self._settle()
 
-    def fresh(self, replica: R, now: float) -> bool:
-        """Whether its latest publication may be relied on."""
-        row = self._rows.get(replica)
-        return row is not None and bool(now - self._heard[row] <= self._stale_s)
-
     def draining(self, replica: R) -> bool:
         """Whether it has said that it takes nothing new."""
-        row = self._rows.get(replica)
-        return row is not None and bool(self._draining[row])
+        return self._rows.get(replica) in self._draining
 
     def choose(self, number: str, request: Request | None, candidates: Sequence[R], now: float) -> list[list[R]]:
         """Ranks of candidates, the best first; within one, the shorter queue is to be taken. Empty: none takes any.
@@ -173,24 +184,31 @@ class StabilityAware(Generic[R]):
         It books the request, by its `number`, where it should go; routed() corrects that. Two candidates at random
         where most of their publications are too old, or nothing is known of the request (None).
         """
-        usable = [one for one in candidates if one in self._rows]
-        rows = np.array(list(map(self._rows.__getitem__, usable)), dtype=np.intp)
-        draining = self._draining[rows]
-        if draining.any():
-            usable = [one for one, drains in zip(usable, draining.tolist(), strict=True) if not drains]
-            rows = rows[~draining]
+        usable, places = candidates, list(map(self._rows.get, candidates))
+        if self._draining or None in places:
+            usable = [one for one in candidates if one in self._rows and self._rows[one] not in self._draining]
+            places = [self._rows[one] for one in usable]
         if not usable:
             return []
+        rows = np.array(places, dtype=np.intp)
         stale = np.count_nonzero(self._heard[rows] < now - self._stale_s)
         if request is None or 2 * stale > len(usable):
             pair = self._random.sample(usable, min(2, len(usable)))
             return [pair, [one for one in usable if one not in pair]] if len(usable) > 2 else [pair]
         self._settle()
         wanted = self._wanted(request, now)
-        order = losses(self._fleet, wanted).total[rows].argsort().tolist()
+        total = losses(self._fleet, wanted).total[rows]
+        order = total.argsort().tolist()
+        tied, largest = 1, total[order[0]] * (1.0 + TIE)
+        while tied < len(order) and total[order[tied]] <= largest:
+            tied += 1
+        if tied > 1:
+            other = self._random.randrange(tied)
+            order[0], order[other] = order[other], order[0]
         self._book(number, int(rows[order[0]]), request, wanted, now)
-        ranks = [[usable[index]] for index in order[:RANKED]]
-        return [*ranks, [usable[index] for index in order[RANKED:]]] if len(order) > RANKED else ranks
+        ordered = list(map(usable.__getitem__, order))
+        ranks = [[one] for one in ordered[:RANKED]]
+        return [*ranks, ordered[RANKED:]] if len(order) > RANKED else ranks
 
     def routed(self, number: str, request: Request, replica: R, now: float) -> None:
         """A replica has taken the request."""
@@ -198,25 +216,41 @@ class StabilityAware(Generic[R]):
         if row is None:
             return
         booked = self._booked.get(number)
-        if booked is None or booked.row != row:
-            booked = self._book(number, row, request, self._wanted(request, now), now)
-        booked.sent = True
+        if self._late.pop(number, None) == replica:
+            if booked is not None:
+                self._leave(self._booked.pop(number))
+        else:
+            if booked is None or booked.row != row:
+                booked = self._book(number, row, request, self._wanted(request, now), now)
+            if not booked.sent:
+                booked.sent = True
+                self._replicas[row].own += 1
         self._prefixes.sent(request.blocks, row)
         self._settle()
 
     def completed(self, number: str, replica: R) -> None:
-        """The request has ended there, in whatever way; one that is not booked there is left alone."""
-        booked = self._booked.get(number)
-        if booked is not None and booked.row == self._rows.get(replica):
+        """The request has ended there, in whatever way; the same request elsewhere, sent again, is left alone.
+
+        A short one may end before routed() says where it went.
+        """
+        row, booked = self._rows.get(replica), self._booked.get(number)
+        if row is None:
+            return
+        if booked is None or not booked.sent:
+            self._late[number] = replica
+            if len(self._late) > LATE:
+                self._late.popitem(last=False)
+        if booked is not None and booked.row == row:
             self._leave(self._booked.pop(number))
             self._settle()
 
-    def _believed(self, row: int) -> list[float]:
+    def _believed(self, row: int, idle_s: float) -> list[float]:
         """a, b and d of a replica: what it has measured, drawn to the median of all as far as noise accounts for."""
+        noise = NOISE ** min(1.0 + idle_s / FADES_S, 30.0)
         measured = self._measured[list(self._rows.values())]
         middle = np.maximum(np.median(measured[measured[:, 0] > 0.0], axis=0), TINY_MS)
         ratio = np.maximum(self._measured[row], TINY_MS) / middle
-        slower, faster = np.maximum(1.0, ratio / NOISE), np.minimum(1.0, ratio * NOISE)
+        slower, faster = np.maximum(1.0, ratio / noise), np.minimum(1.0, ratio * noise)
         believed: list[float] = (middle * np.where(ratio > 1.0, slower, faster)).tolist()
         return believed
 
@@ -227,7 +261,6 @@ class StabilityAware(Generic[R]):
             getattr(new, name)[:size] = getattr(old, name)
         self._fleet = new
         self._read_by, self._heard = np.append(self._read_by, 0.0), np.append(self._heard, -math.inf)
-        self._draining = np.append(self._draining, False)
         self._measured = np.vstack((self._measured, np.zeros(3)))
         self._replicas.append(_Replica())
         return size
@@ -239,7 +272,6 @@ class StabilityAware(Generic[R]):
         booked = self._booked[number] = _Booked(row, wanted.level, now)
         fleet = self._fleet
         fleet.members[row, wanted.level] += 1.0
-        self._replicas[row].own += 1
         self._read_by[row] = max(self._read_by[row], now) + 1e-3 * fleet.token[row] * wanted.prompt[row]
         self._changed.add(row)
         if len(self._booked) > BOOKED:
@@ -247,9 +279,10 @@ class StabilityAware(Generic[R]):
         return booked
 
     def _leave(self, booked: _Booked) -> None:
-        replica = self._replicas[booked.row]
-        replica.own -= 1
-        replica.ended += 1
+        if booked.sent:
+            replica = self._replicas[booked.row]
+            replica.own -= 1
+            replica.ended += 1
         self._fleet.members[booked.row, booked.level] -= 1.0
         self._changed.add(booked.row)
 

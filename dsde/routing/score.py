@@ -133,9 +133,9 @@ def losses(fleet: Fleet, wanted: Wanted) -> Losses:
     depth = ((fleet.emitted + emits) / time).argmax(axis=1)
     step = time[np.arange(len(time)), depth]
     prefill = fleet.token * wanted.prompt
-    decode = min(wanted.output, HORIZON) * step / emits[depth]
+    decode = min(wanted.output, HORIZON) * step / emits.take(depth)
     own = fleet.busy + prefill + decode * fleet.turns
     # A member keeps the share (its ms per token before) / (its ms per token now) of its speed.
-    kept = np.einsum("ij,ij->i", fleet.pace, _BY_DEPTH[depth]) / step
+    kept = np.vecdot(fleet.pace, _BY_DEPTH.take(depth, axis=0)) / step
     others = fleet.decoding * prefill + decode * (fleet.count - kept)
     return Losses(own, others)

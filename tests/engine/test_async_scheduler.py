@@ -111,6 +111,24 @@ def test_rejected_drafts_are_given_back_and_counted(make_scheduler: Any) -> None
     assert scheduler.requests["a"].spec_decode_metrics.histogram == [0, 1, 0, 1, 0]
 
 
+def test_each_output_brings_all_where_a_stop_string_may_end_the_request(make_scheduler: Any) -> None:
+    scheduler = make_scheduler("static", {"length": 3})
+    stopping = request("a")
+    stopping.sampling_params.stop = ["end"]
+    scheduler.add_request(stopping)
+    scheduler.add_request(request("b"))
+    scheduler._events.admit("a")
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update_from_output(first, run_worker(first, {}))
+    outputs = scheduler.update_from_output(second, run_worker(second, {"a": 1}))[0].outputs
+    carried = {output.request_id: output.kv_transfer_params for output in outputs}
+    assert carried["b"] is None
+    assert set(carried["a"]) == {"dsde", "dsde_engine", "dsde_events"}
+    assert carried["a"]["dsde"]["steps"] == 1
+    assert carried["a"]["dsde_engine"]["policy"] == "static"
+    assert carried["a"]["dsde_events"][0][0] == "dsde.speculation.on"
+
+
 def test_off_schedules_plain_decodes(make_scheduler: Any) -> None:
     scheduler = make_scheduler("autoregressive")
     scheduler.add_request(request("a"))

@@ -56,6 +56,16 @@ def test_costs_and_classes_come_with_finished_requests(engine: Any) -> None:
     assert 0.8 * drafted < stats.classes["greedy"].drafted <= drafted
 
 
+def test_several_answers_to_one_prompt_teach_costs_and_no_class() -> None:
+    record = RoutingRecord(slots=5, policy="paper")
+    call = GenerateCall({"prompt_token_ids": [1]}, SamplingParams(n=2), "r")
+    costs = {"verify": [20.0, 0.1], "draft": 1.5, "policy": "paper"}
+    output: Any = SimpleNamespace(kv_transfer_params={FIGURES_KEY: {"steps": 3}, ENGINE_KEY: costs}, outputs=[1, 2])
+    record.finish(call, output)
+    stats = record.publish(EngineLoad(), 0, draining=False)
+    assert (stats.verify_ms, stats.classes) == ((20.0, 0.1), {})
+
+
 def test_a_count_of_a_step_that_is_over_does_not_outlive_the_requests() -> None:
     load = EngineLoad()
     load.record(

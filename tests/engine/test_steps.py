@@ -92,6 +92,17 @@ def test_steps_add_up_to_what_the_requests_say(engine: Any, booked: Booked) -> N
     assert all("dsde_events" not in output.kv_transfer_params for output in done.values())
 
 
+def test_tokens_behind_an_end_are_in_no_step(engine: Any, booked: Booked) -> None:
+    stops = {name: {"stop_token_ids": [5 + number]} for number, name in enumerate("stuvwx")}
+    done = answer(engine, booked, stops)
+    answers = [output.outputs[0] for output in done.values()]
+    # The prefill's token is of no verification step.
+    assert sum(step.emitted for step in booked.steps) == sum(len(one.token_ids) - 1 for one in answers)
+    counted = [one.spec_decode_metrics.histogram for one in answers]
+    accepted = sum(length * steps for one in counted for length, steps in enumerate(one))
+    assert sum(step.accepted for step in booked.steps) == accepted > 0
+
+
 def test_a_step_without_drafts_says_that_nobody_has_room(engine: Any, booked: Booked) -> None:
     answer(engine, booked, {"c": {}})
     off = [step for step in booked.steps if step.may_draft and not step.depth]

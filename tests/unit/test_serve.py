@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -54,3 +55,16 @@ def test_an_ingress_counts_among_the_cores() -> None:
     config = from_values({"serving": {"replicas": 1000, "cpus_per_ingress": 0.5}})
     with pytest.raises(serve._Refused, match=r"serving.cpus_per_ingress = 0.5 need 1000.5 cores"):
         serve._check_cores(config)
+
+
+def test_a_port_is_free_on_an_ipv6_host_too() -> None:
+    with socket.socket(socket.AF_INET6) as taken:
+        try:
+            taken.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6 loopback")
+        taken.listen()
+        assert serve._free_port("serving.port", "::1", 0) > 0
+        port = taken.getsockname()[1]
+        with pytest.raises(serve._Refused, match=rf"serving.port = {port} on ::1: address already in use"):
+            serve._free_port("serving.port", "::1", port)

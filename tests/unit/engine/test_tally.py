@@ -55,6 +55,16 @@ def test_a_step_without_drafts_says_why(
     assert (step.reason, step.may_draft, step.depth) == (reason, may_draft, 0)
 
 
+@pytest.mark.parametrize(("kept", "accepted"), [(3, 2), (2, 2), (1, 1)])
+def test_tokens_behind_an_end_do_not_count(kept: int, accepted: int) -> None:
+    tally = Tally()
+    tally.observed(observation([2, 1], [2, 1], [0.5, 0.5, 0.5]))
+    tally.cut(3, kept)
+    tally.cut(2, 2)
+    step = tally.take("paper")
+    assert (step.emitted, step.accepted) == (kept + 2, accepted + 1)
+
+
 def test_positions_that_were_not_measured_are_left_out() -> None:
     tally = Tally()
     tally.observed(observation([2], [1], [0.5, float("nan")]))

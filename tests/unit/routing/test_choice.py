@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsde.routing.choice import UNSENT_S, StabilityAware
+from dsde.routing.choice import LATE, UNSENT_S, StabilityAware
 from dsde.routing.request import Request, describe
 from dsde.routing.stats import ClassStats, ReplicaStats
 
@@ -60,6 +60,27 @@ def test_a_difference_that_noise_accounts_for_outweighs_no_request() -> None:
     assert first(made, now=2.0) == "b"
 
 
+def test_chance_decides_between_equals() -> None:
+    made = router("abc")
+    assert {first(made, "abc") for _ in range(40)} == set("abc")
+    made.routed("one", PLAIN, "a", 1.0)
+    assert {first(made, "abc") for _ in range(40)} == set("bc")
+
+
+def test_a_replica_that_was_slow_is_tried_again_when_it_has_been_idle() -> None:
+    made = router()
+    for number in (2, 3):
+        made.published("a", stats(number, verify_ms=(60.0, 0.3), draft_ms=4.0), 1.0)
+    assert {first(made) for _ in range(20)} == {"b"}
+    for now in range(2, 40):
+        made.published("a", stats(now + 2, verify_ms=(60.0, 0.3), draft_ms=4.0), now)
+        made.published("b", stats(now + 2), now)
+    assert {first(made, now=40.0) for _ in range(20)} == {"a", "b"}
+    # It has worked since, and is as slow as it was.
+    made.published("a", stats(50, verify_ms=(60.0, 0.31), draft_ms=4.0), 40.0)
+    assert {first(made, now=40.0) for _ in range(20)} == {"b"}
+
+
 def test_requests_of_other_routers_are_seen_in_publications() -> None:
     made = router()
     made.published("a", stats(2, running=9, waiting=3), 1.0)
@@ -99,10 +120,11 @@ def test_two_random_choices_while_most_publications_are_stale() -> None:
 
 def test_a_publication_that_is_repeated_grows_stale() -> None:
     made = router(stale_s=5.0)
-    made.published("a", stats(1), 8.0)
-    assert not made.fresh("a", 8.0)
-    made.published("a", stats(2), 8.0)
-    assert made.fresh("a", 8.0)
+    slow = stats(2, verify_ms=(500.0, 9.0))
+    made.published("a", slow, 3.0)
+    assert {first(made, now=3.0) for _ in range(20)} == {"b"}
+    made.published("a", slow, 8.5)
+    assert {first(made, now=8.5) for _ in range(20)} == {"a", "b"}
 
 
 def test_a_draining_replica_gets_nothing_and_nobody_else_is_left_out() -> None:
@@ -187,6 +209,39 @@ def test_a_choice_that_was_never_sent_is_struck_and_one_that_is_served_is_not() 
     assert made.booked == 1
     made.completed("served", "a")
     assert made.booked == 0
+
+
+def test_requests_that_wait_at_this_router_do_not_hide_another_router_s() -> None:
+    made = router()
+    for number in range(4):
+        made.choose(str(number), PLAIN, ["a"], 1.0)
+    made.published("a", stats(2, running=4), 1.0)
+    for number in range(7):
+        made.routed(f"b{number}", PLAIN, "b", 1.0)
+    # Eight on a: four of another router, and four that are on their way.
+    assert first(made) == "b"
+
+
+@pytest.mark.parametrize("booked_at", ["a", "b", None])
+def test_a_request_that_ends_before_its_replica_is_known_leaves_nothing(booked_at: str | None) -> None:
+    made = router("ab")
+    if booked_at:
+        made.choose("quick", PLAIN, [booked_at], 1.0)
+    made.completed("quick", "b")
+    made.routed("quick", PLAIN, "b", 1.0)
+    assert made.booked == 0
+    # The same number, sent again, counts.
+    made.routed("quick", PLAIN, "b", 1.0)
+    assert made.booked == 1
+
+
+def test_requests_that_ended_early_and_stay_unknown_are_bounded() -> None:
+    made = router("ab")
+    for number in range(3 * LATE):
+        made.completed(str(number), "a")
+    for number in range(3 * LATE):
+        made.routed(str(number), PLAIN, "a", 1.0)
+    assert made.booked == 2 * LATE
 
 
 def test_the_end_of_an_attempt_elsewhere_leaves_the_booking() -> None:

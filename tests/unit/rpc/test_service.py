@@ -212,3 +212,11 @@ async def test_watching_says_each_change_once(monkeypatch: pytest.MonkeyPatch) -
         "NOT_SERVING",
         "SERVING",
     ]
+
+
+async def test_watching_ends_so_that_a_server_can_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_WATCH_PERIOD_S", 0.0)
+    context = Context()
+    said = serving(Generation()).Watch(health_pb2.HealthCheckRequest(), context)
+    assert {one.status async for one in said} == {health_pb2.HealthCheckResponse.SERVING}
+    assert context.code is grpc.StatusCode.UNAVAILABLE
