@@ -14,6 +14,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -75,6 +76,9 @@ async def _rounds(given: argparse.Namespace, client: ServeSubmissionClient) -> N
     for router, rows in found.items():
         mean = tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
         print(f"mean,    {router:16} " + _text(mean))  # type: ignore[arg-type]
+    ratios = [ours[0] / theirs[0] for ours, theirs in zip(*(found[router] for router in ROUTERS), strict=True)]
+    low, high = min(ratios), max(ratios)
+    print(f"mean latency against Serve's own: {statistics.median(ratios):.3f} in the median ({low:.3f} to {high:.3f})")
 
 
 async def _turn(
