@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from dsde.control.controller import Controller
 from dsde.control.policies import DEFAULT_POLICY
@@ -100,7 +100,10 @@ class _Speculation(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         report = report_of(model_runner_output)
-        self._left_behind.update(report.left_behind)
+        # A report may come after its request has ended, or lost the blocks that it speaks of.
+        self._left_behind.update(
+            i for i in report.left_behind if (r := self.requests.get(i)) and r.status == RequestStatus.RUNNING
+        )
         if report.policy_change is not None:
             self.controller.set_policy(report.policy_change.policy, report.policy_change.settings)
         observed = observation(report, scheduler_output, model_runner_output, self.requests)
@@ -229,7 +232,13 @@ class DsdeScheduler(_Speculation):
 
 
 class DsdeAsyncScheduler(_Speculation, AsyncScheduler):
-    """Asynchronous scheduling: drafts stay on the device, so each request's placeholder list carries its length."""
+    """Asynchronous scheduling: drafts stay on the device, so each request's placeholder list carries its length.
+
+    No trim() follows the drafting. The host shapes and launches the next forward pass before the drafter has said how
+    sure it is; to read that first, it would have to wait for the device at every step, which asynchronous scheduling is
+    there to avoid. Masking drafts on the device would save nothing: the pass would be as wide. So lengths are what pays
+    by what is known before drafting. Depth 0 needs no such knowledge, and lets the drafter rest as it does elsewhere.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
