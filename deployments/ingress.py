@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.util import metrics as ray_metrics
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["OpenAIIngress"]
 
 _HEALTH_TIMEOUT_S = 0.8
+# In Ray's words of an actor that Serve ended: no request is to blame for that.
+_STOPPED = "ray.kill"
 
 
 @serve.deployment(
@@ -57,6 +59,8 @@ class OpenAIIngress(InferenceService):
             self._generate,
             self._check_engines,
             max_length=self._config.speculation.max_length,
+            # One replica that dies sends all of its requests to the others.
+            max_retries=2 * self._config.serving.max_ongoing_requests,
             record_content=self._config.telemetry.record_content,
         )
         app = await build_openai_app(client, served_name(self._config), self._config.serving.tool_call_parser)
@@ -64,7 +68,7 @@ class OpenAIIngress(InferenceService):
         return app
 
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
-        from dsde.engine.remote import EnginesFull, EngineUnavailable
+        from dsde.engine.call import EngineDied, EnginesFull, EngineUnavailable
 
         response = None
         finished = False
@@ -76,9 +80,14 @@ class OpenAIIngress(InferenceService):
         except RayTaskError as error:
             finished = True
             raise error.cause from None
-        except (RayActorError, DeploymentUnavailableError) as error:
+        except RayError as error:
             finished = True
-            raise EngineUnavailable("the engine replica of this request went away; send it again") from error
+            if _STOPPED in str(error):
+                raise EngineUnavailable("the engine replica of this request was stopped; send it again") from error
+            raise EngineDied("the engine replica of this request went away; send it again") from error
+        except DeploymentUnavailableError as error:
+            finished = True
+            raise EngineUnavailable("there is no engine replica; send the request again later") from error
         except BackPressureError as error:
             # Cancelling what was never assigned would raise this error once more.
             finished = True

@@ -12,16 +12,18 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dsde.config import DsdeConfig
+from dsde.engine.call import EngineDied, EngineUnavailable, GenerateCall
 from dsde.engine.finished import finished_request
 from dsde.engine.plugin import engine_arguments
-from dsde.engine.remote import EngineUnavailable, GenerateCall
 from dsde.engine.routing import RoutingRecord
 from dsde.engine.stat_logger import EngineLoad
-from dsde.engine.transport import FIGURES_KEY
+from dsde.engine.transport import EMITTED_KEY, FIGURES_KEY
+from dsde.engine.vllm_internals import continue_texts
 from dsde.routing.stats import ReplicaStats
 from dsde.telemetry.setup import Telemetry
 from dsde.telemetry.tracing import headers_of
@@ -55,6 +57,7 @@ class LocalEngine:
     ) -> None:
         self._engine = engine
         self._name = name
+        continue_texts(engine.output_processor)
         self._load, self._routing = load, routing
         self._telemetry = telemetry
 
@@ -83,13 +86,15 @@ class LocalEngine:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one request; closing the generator or cancelling its task aborts it in the engine.
 
-        Raises EngineUnavailable when the engine has died, VLLMValidationError for what it refuses.
+        Raises EngineDied when the engine dies meanwhile, EngineUnavailable when it is dead already, VLLMValidationError
+        for what it refuses.
         """
+        was_dead = self._engine.errored
         traced = self._telemetry is not None and self._telemetry.traces_endpoint is not None
         start, last, error = time.perf_counter(), None, None
         outputs = self._engine.generate(
             dict(call.prompt),
-            call.sampling_params,
+            _parameters(call),
             call.request_id,
             lora_request=call.lora_request,
             trace_headers=(headers_of() or call.trace_headers) if traced else None,
@@ -114,7 +119,9 @@ class LocalEngine:
                 yield output
         except EngineDeadError:
             error = EngineDeadError.__name__
-            raise EngineUnavailable("the engine of this request died; send it again") from None
+            if was_dead:
+                raise EngineUnavailable("the engine of this replica is dead; send the request again") from None
+            raise EngineDied("the engine of this request died; send it again") from None
         except (asyncio.CancelledError, GeneratorExit):
             error = None if last is not None and last.finished else "cancelled"
             raise
@@ -146,6 +153,15 @@ class LocalEngine:
     def shutdown(self) -> None:
         """Stop the engine's process and wait for it."""
         self._engine.shutdown()
+
+
+def _parameters(call: GenerateCall) -> SamplingParams:
+    """The call's sampling parameters; the tokens that a continued request brings travel in them."""
+    if not call.emitted:
+        return call.sampling_params
+    params = call.sampling_params.clone()
+    params.extra_args = {**(params.extra_args or {}), EMITTED_KEY: list(call.emitted)}
+    return params
 
 
 def _telemetry_arguments(arguments: Mapping[str, Any], telemetry: Telemetry) -> dict[str, Any]:
