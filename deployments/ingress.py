@@ -32,7 +32,8 @@ _STOPPED = "ray.kill"
     # It holds a stream per request and does no work of its own, so the limit that counts is the replicas'.
     max_ongoing_requests=10_000,
     graceful_shutdown_wait_loop_s=0.5,
-    graceful_shutdown_timeout_s=5,
+    # What an ingress streams ends with it, so one that is replaced may finish.
+    graceful_shutdown_timeout_s=600,
 )
 @serve.ingress()
 class OpenAIIngress(InferenceService):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -18,17 +19,20 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dsde.config import DsdeConfig
 from dsde.engine.call import EngineDied, EngineUnavailable, GenerateCall
+from dsde.engine.deadline import StepDeadline
 from dsde.engine.finished import finished_request
 from dsde.engine.plugin import engine_arguments
 from dsde.engine.routing import RoutingRecord
 from dsde.engine.stat_logger import EngineLoad
 from dsde.engine.transport import EMITTED_KEY, FIGURES_KEY
-from dsde.engine.vllm_internals import continue_texts
+from dsde.engine.vllm_internals import continue_texts, end_engine
 from dsde.routing.stats import ReplicaStats
 from dsde.telemetry.setup import Telemetry
 from dsde.telemetry.tracing import headers_of
 
 __all__ = ["EngineStartError", "LocalEngine"]
+
+logger = logging.getLogger("ray.serve")
 
 # A line that names an exception, after the process and time that vLLM writes before it.
 _EXCEPTION_LINE = re.compile(
@@ -52,13 +56,14 @@ class LocalEngine:
         engine: AsyncLLM,
         load: EngineLoad,
         routing: RoutingRecord,
+        deadline: StepDeadline,
         name: str,
         telemetry: Telemetry | None = None,
     ) -> None:
         self._engine = engine
         self._name = name
         continue_texts(engine.output_processor)
-        self._load, self._routing = load, routing
+        self._load, self._routing, self._deadline = load, routing, deadline
         self._telemetry = telemetry
 
     @classmethod
@@ -72,9 +77,10 @@ class LocalEngine:
         if telemetry is not None:
             arguments |= _telemetry_arguments(arguments, telemetry)
         load, routing = EngineLoad(telemetry), RoutingRecord(config.engine.max_num_seqs, config.speculation.policy)
+        deadline = StepDeadline(config.engine.step_timeout_s)
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
-            return cls(engine, load, routing, name, telemetry)
+            return cls(engine, load, routing, deadline, name, telemetry)
         except Exception as error:
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error
 
@@ -134,7 +140,12 @@ class LocalEngine:
             await outputs.aclose()
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError when the engine's process has died."""
+        """Raise EngineDeadError when the engine's process has died; end one that is stuck, so that it has."""
+        unfinished = self.num_unfinished_requests
+        if not self._engine.errored and self._deadline.overdue(self._load.steps, unfinished):
+            logger.error("the engine has made no step for too long, and %d requests wait: it is ended", unfinished)
+            end_engine(self._engine)
+            raise EngineDeadError()
         await self._engine.check_health()
 
     @property

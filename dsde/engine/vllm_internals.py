@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import torch
 import vllm
 from vllm.logprobs import append_logprobs_for_next_position
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler as vllm_rejection_sampler
@@ -32,6 +34,7 @@ __all__ = [
     "MeasuredRejectionSampler",
     "continue_texts",
     "continued_requests",
+    "end_engine",
     "mend_cpu_expand",
     "require_supported_vllm",
     "tap_drafter",
@@ -174,6 +177,14 @@ def continue_texts(processor: OutputProcessor) -> None:
                 append_logprobs_for_next_position(logprobs, [token], [0.0], [None], 0, 0)
 
     processor.add_request = add_request
+
+
+def end_engine(engine: AsyncLLM) -> None:
+    """Kill an engine's processes, which do not answer any more; its requests then fail as those of a dead engine."""
+    for core in engine.engine_core.resources.engine_manager.processes:
+        with suppress(psutil.NoSuchProcess):
+            for process in (*psutil.Process(core.pid).children(recursive=True), core):
+                process.kill()
 
 
 def mend_cpu_expand() -> None:

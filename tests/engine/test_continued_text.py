@@ -133,21 +133,34 @@ def test_tokens_that_a_grammar_forbids_end_in_an_error(engine: Any, run: Run) ->
     assert last.finish_reason == "error"
 
 
-def test_a_killed_engine_is_a_death_at_first_and_unavailable_afterwards(engine: Any, run: Run) -> None:
+def test_a_stuck_engine_is_ended_and_its_requests_with_it(engine: Any, run: Run) -> None:
     import psutil
+    from vllm.v1.engine.exceptions import EngineDeadError
 
     from dsde.engine.call import EngineDied, EngineUnavailable
+    from dsde.engine.deadline import StepDeadline
 
-    async def killed() -> None:
+    async def watch() -> None:
+        while True:
+            await engine.check_health()
+            await asyncio.sleep(0.1)
+
+    async def stuck() -> None:
+        engine._deadline = StepDeadline(2.0)
         outputs = engine.generate(call(engine, "One, two,", max_tokens=300, ignore_eos=True))
         await anext(outputs)
+        await engine.check_health()
         (core,) = [one for one in psutil.Process().children(recursive=True) if "EngineCore" in "".join(one.cmdline())]
-        core.kill()
+        core.suspend()
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(watch(), 30)
         with pytest.raises(EngineDied):
             async for _ in outputs:
                 pass
+        # What comes now has not been there when it died.
         with pytest.raises(EngineUnavailable) as again:
             await anext(engine.generate(call(engine, "One, two,")))
         assert not isinstance(again.value, EngineDied)
+        core.wait(10)
 
-    run(killed())
+    run(stuck())

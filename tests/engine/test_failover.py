@@ -60,7 +60,6 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 
 async def test_a_stream_goes_on_on_the_next_engine_behind_its_tokens() -> None:
-    figured = {"kv_transfer_params": {"dsde": FIGURES}}
     engines = Engines(
         [output([1, 2], num_cached_tokens=16), output([3], num_cached_tokens=16), EngineDied("died")],
         [

@@ -111,6 +111,14 @@ def test_a_batch_still_takes_a_request_with_its_output() -> None:
     assert adds.index("self.output_processor.add_request(") < adds.index("self.engine_core.add_request_async(")
 
 
+def test_an_engine_s_processes_are_still_where_they_were() -> None:
+    from vllm.v1.engine.core_client import BackgroundResources
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    assert "engine_manager" in BackgroundResources.__dataclass_fields__
+    assert "self.processes" in inspect.getsource(CoreEngineProcManager.__init__)
+
+
 def test_statistics_still_have_a_field_that_only_kv_connectors_use() -> None:
     from vllm.v1.metrics import loggers
     from vllm.v1.metrics.stats import SchedulerStats
