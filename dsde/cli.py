@@ -164,6 +164,27 @@ examples:
 """
 
 
+_CHAOS = """\
+Hurt an application that `dsde serve` runs on this machine, fault after fault, and report what was done.
+
+The seed decides which fault comes and whom it hits. A fault that would leave fewer engines than --keep is left out.
+
+Faults:
+  engine    kill an engine's process
+  replica   kill a replica, and its engine with it
+  stall     stop an engine's process, so that it lives and makes no step; engine.step_timeout_s ends it
+  ingress   kill the ingress, and the calls that it holds with it
+"""
+_CHAOS_EXAMPLES = """\
+examples:
+  dsde chaos --every 30 --minutes 20 --seed 1 --json chaos.json
+  dsde chaos --faults engine,stall --minutes 2
+
+--json writes {"seed", "every_s", "faults": [{"at_s", "kind", "pid", "left", "recovered_s"}, ...]}; a fault with the pid
+null was left out, recovered_s is the time until as many engine processes ran as at the start.
+"""
+
+
 _TOP_EXAMPLES = """\
 examples:
   dsde top
@@ -244,6 +265,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_client(client)
     client.set_defaults(command=_client)
+
+    chaos = commands.add_parser(
+        "chaos",
+        help="inject faults into a running application",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_CHAOS,
+        epilog=_CHAOS_EXAMPLES,
+    )
+    chaos.add_argument("--pid", type=int, metavar="PID", help="process id of `dsde serve` (the only one here)")
+    chaos.add_argument("--every", type=float, metavar="SECONDS", default=30.0, help="time between faults (30)")
+    chaos.add_argument("--minutes", type=float, metavar="M", default=20.0, help="time for all of them (20)")
+    chaos.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the faults (0)")
+    chaos.add_argument("--faults", metavar="NAME,...", default="engine,replica,stall", help="(engine,replica,stall)")
+    chaos.add_argument("--keep", type=int, metavar="N", default=1, help="engines that must be left running (1)")
+    chaos.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    chaos.set_defaults(command=_chaos)
 
     bench = commands.add_parser(
         "bench",
@@ -500,6 +537,20 @@ def _top(options: argparse.Namespace) -> int:
     from dsde.top import run
 
     return run(options.url, once=options.once, interval_s=options.interval)
+
+
+def _chaos(options: argparse.Namespace) -> int:
+    from dsde.chaos.session import run
+
+    return run(
+        options.pid,
+        every_s=options.every,
+        minutes=options.minutes,
+        seed=options.seed,
+        kinds=options.faults.split(","),
+        keep=options.keep,
+        json_file=options.json,
+    )
 
 
 def _engine_args(options: argparse.Namespace) -> int:

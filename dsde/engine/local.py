@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -77,7 +78,9 @@ class LocalEngine:
         if telemetry is not None:
             arguments |= _telemetry_arguments(arguments, telemetry)
         load, routing = EngineLoad(telemetry), RoutingRecord(config.engine.max_num_seqs, config.speculation.policy)
-        deadline = StepDeadline(config.engine.step_timeout_s)
+        # Without statistics nobody hears of steps.
+        silent = arguments.get("disable_log_stats", False)
+        deadline = StepDeadline(math.inf if silent else config.engine.step_timeout_s)
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
             return cls(engine, load, routing, deadline, name, telemetry)
