@@ -30,8 +30,8 @@ _ANY_PORT = [word for flag in ("--port", "--grpc-port", "--dashboard-port") for 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Those that kill come last: the others count replicas.
-    items.sort(key=lambda item: item.path.name in ("test_failover.py", "test_recovery.py"))
+    # Those that stop or kill come last: the others count replicas.
+    items.sort(key=lambda item: item.path.name in ("test_changes.py", "test_failover.py", "test_recovery.py"))
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.serve)
