@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def engine(start_engine: Any) -> Any:
     # Prompts are read in several steps, so a continued request also waits amid its own tokens.
-    return start_engine("static", {"length": 3}, max_length=4, max_num_batched_tokens=96)
+    return start_engine("static", {"length": 3}, max_length=4, max_num_seqs=16, max_num_batched_tokens=160)
 
 
 @pytest.fixture(scope="module")
