@@ -62,8 +62,19 @@ def test_the_rest_is_the_rest(engine: Any, prompts: list[Any], name: str) -> Non
             figures, counted = output.kv_transfer_params["dsde"], answer.spec_decode_metrics
             accepted = sum(length * steps for length, steps in enumerate(counted.histogram))
             assert 0 <= 1 + figures["steps"] + accepted - len(expected[cut:]) <= 4
+            assert name != "not drafted" or figures["steps"] == len(expected[cut:]) - 1
             if "logprobs" in options:
                 assert [next(iter(place)) for place in answer.logprobs] == expected[cut:]
+
+
+def test_a_prefix_cache_may_reach_into_what_it_brings(engine: Any) -> None:
+    block = engine.llm_engine.vllm_config.cache_config.block_size
+    prompt = [{"prompt_token_ids": [0, *[3, 4] * (block // 2 - 5)]}]
+    (whole,) = engine.generate(prompt, sampling([]), use_tqdm=False)
+    ids = list(whole.outputs[0].token_ids)
+    assert len(prompt[0]["prompt_token_ids"]) < block < len(prompt[0]["prompt_token_ids"]) + 20
+    (rest,) = engine.generate(prompt, sampling(ids[:40]), use_tqdm=False)
+    assert list(rest.outputs[0].token_ids) == ids[40:]
 
 
 def test_a_sampled_continuation_follows_the_target_s_distribution(engine: Any) -> None:
