@@ -48,8 +48,8 @@ class EngineStartError(RuntimeError):
 class LocalEngine:
     """An AsyncLLM under DSDE control.
 
-    name: the replica's, which the figures of its answers carry. telemetry: where its requests and steps are booked,
-    None for nowhere.
+    deadline: tells when the engine is stuck. name: the replica's, which the figures of its answers carry. telemetry:
+    where its requests and steps are booked, None for nowhere.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def engine(run: Run) -> Iterator[Any]:
     )
 
     async def start() -> LocalEngine:
-        return LocalEngine.start(config)
+        return LocalEngine.start(config, "r")
 
     started = run(start())
     yield started
