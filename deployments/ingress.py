@@ -25,6 +25,7 @@ __all__ = ["OpenAIIngress"]
 _HEALTH_TIMEOUT_S = 0.8
 # In Ray's words of an actor that Serve ended: no request is to blame for that.
 _STOPPED = "ray.kill"
+_FULL = "every engine replica is full; send the request again later"
 
 
 @serve.deployment(
@@ -43,6 +44,7 @@ class OpenAIIngress(InferenceService):
         self._config = config
         self._engines = engines
         self._streams = engines.options(stream=True)
+        self._queued = 0
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         from dsde.engine.generation import TextGeneration
@@ -59,6 +61,7 @@ class OpenAIIngress(InferenceService):
             vllm_config,
             self._generate,
             self._check_engines,
+            self._check_queue,
             max_length=self._config.speculation.max_length,
             # One replica that dies sends all of its requests to the others.
             max_retries=2 * self._config.serving.max_ongoing_requests,
@@ -71,10 +74,17 @@ class OpenAIIngress(InferenceService):
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
         from dsde.engine.call import EngineDied, EnginesFull, EngineUnavailable
 
+        self._check_queue()
         response = None
         finished = False
         try:
             response = self._streams.generate.remote(call)
+            self._queued += 1
+            try:
+                # Until a replica takes it.
+                await response._to_object_ref_gen()
+            finally:
+                self._queued -= 1
             async for output in response:
                 yield output
             finished = True
@@ -92,11 +102,18 @@ class OpenAIIngress(InferenceService):
         except BackPressureError as error:
             # Cancelling what was never assigned would raise this error once more.
             finished = True
-            raise EnginesFull("every engine replica is full; send the request again later") from error
+            raise EnginesFull(_FULL) from error
         finally:
             # Neither a dropped generator nor a cancelled task stops the replica's side; this does.
             if response is not None and not finished:
                 response.cancel()
+
+    def _check_queue(self) -> None:
+        """Refuse what would exceed the queue: Serve counts a request some steps after it has let it in."""
+        from dsde.engine.call import EnginesFull
+
+        if self._queued >= self._config.serving.max_queued_requests:
+            raise EnginesFull(_FULL)
 
     async def _check_engines(self) -> None:
         from dsde.engine.remote import EngineUnavailable

@@ -14,7 +14,14 @@ __all__ = ["EngineDied", "EngineUnavailable", "EnginesFull", "Generate", "Genera
 
 
 class EngineUnavailable(Exception):
-    """No engine took the request, or the one that did went away; the caller may send it again."""
+    """No engine took the request, or the one that did went away; the caller may send it again.
+
+    replica: the name of the one to keep away from, where it is known.
+    """
+
+    def __init__(self, message: str, replica: str | None = None) -> None:
+        super().__init__(message)
+        self.replica = replica
 
 
 class EnginesFull(EngineUnavailable):
@@ -34,6 +41,7 @@ class GenerateCall:
     request_id: the id the answer carries; an engine makes its own unique one from it.
     priority: lower is sooner, used by engines with priority scheduling.
     emitted: token ids of the answer that another engine gave before it died; the answer goes on behind them.
+    avoid: names of the replicas whose engine was dead when they had this request; their list outlives them a while.
     """
 
     prompt: Mapping[str, Any]
@@ -46,6 +54,7 @@ class GenerateCall:
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     emitted: tuple[int, ...] = ()
+    avoid: tuple[str, ...] = ()
 
 
 Generate = Callable[[GenerateCall], AsyncGenerator[RequestOutput, None]]

@@ -31,6 +31,7 @@ class Continuation:
         self._sent = False
         self._num_cached_tokens: int | None = None
         self._times = self._tokens = 0
+        self._asked: int | None = None
 
     @property
     def num_emitted(self) -> int:
@@ -43,6 +44,9 @@ class Continuation:
         The cached part of the prompt stays what the first engine found. Figures are the last engine's, and say so.
         """
         self._sent = True
+        if self._asked is not None:
+            self._times += 1
+            self._tokens, self._asked = self._asked, None
         if self._streams:
             for answer in output.outputs:
                 self._emitted += answer.token_ids
@@ -71,8 +75,7 @@ class Continuation:
         params.prompt_logprobs = None
         if params.seed is not None:
             params.seed = _fresh_seed(params.seed, self.num_emitted)
-        self._times += 1
-        self._tokens = self.num_emitted
+        self._asked = self.num_emitted
         return replace(self._call, sampling_params=params, emitted=tuple(self._emitted))
 
 

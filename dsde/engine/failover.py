@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 
 from vllm.outputs import RequestOutput
 
@@ -47,7 +48,8 @@ class Failover:
                     return
                 raise EngineDied("the engine of this request broke off; send it again")
             except EngineUnavailable as error:
-                sent = answer.next_call()
+                avoid = sent.avoid if error.replica is None else (*sent.avoid, error.replica)
+                sent = replace(answer.next_call(), avoid=avoid)
                 delay_s = retries.delay_s(error)
                 logger.warning(
                     "request %s goes on behind %d tokens in %.2f s: %s",

@@ -129,8 +129,8 @@ class LocalEngine:
         except EngineDeadError:
             error = EngineDeadError.__name__
             if was_dead:
-                raise EngineUnavailable("the engine of this replica is dead; send the request again") from None
-            raise EngineDied("the engine of this request died; send it again") from None
+                raise EngineUnavailable("the engine of this replica is dead; send it again", self._name) from None
+            raise EngineDied("the engine of this request died; send it again", self._name) from None
         except (asyncio.CancelledError, GeneratorExit):
             error = None if last is not None and last.finished else "cancelled"
             raise

@@ -137,6 +137,16 @@ async def test_a_request_that_two_engines_died_with_is_stopped() -> None:
     assert engines.open == 0
 
 
+async def test_a_dead_replica_is_named_to_the_router_and_refusals_are_no_continuation() -> None:
+    figures = {"kv_transfer_params": {"dsde": FIGURES}}
+    engines = Engines(
+        [output([1]), EngineDied("died", "a")], [EngineUnavailable("dead", "b")], [output([2], True, **figures)]
+    )
+    outputs = [one async for one in engines.failover()(call())]
+    assert [one.avoid for one in engines.calls] == [(), ("a",), ("a", "b")]
+    assert outputs[-1].kv_transfer_params == {"dsde": {**FIGURES, "resumed": {"times": 1, "tokens": 1}}}
+
+
 async def test_an_engine_that_was_dead_before_is_no_death_and_delays_grow() -> None:
     engines = Engines(*[[EngineUnavailable("dead")]] * 6, [EngineDied("died")], [output([1], True)])
     assert tokens([one async for one in engines.failover()(call())]) == [1]
