@@ -167,7 +167,8 @@ examples:
 _CHAOS = """\
 Hurt an application that `dsde serve` runs on this machine, fault after fault, and report what was done.
 
-The seed decides which fault comes and whom it hits. A fault that would leave fewer engines than --keep is left out.
+The seed decides which fault comes and whom it hits. A fault that would leave fewer engines than --keep waits until it
+does not, and is left out where the time ends first.
 
 Faults:
   engine    kill an engine's process
@@ -179,6 +180,11 @@ _CHAOS_EXAMPLES = """\
 examples:
   dsde chaos --every 30 --minutes 20 --seed 1 --json chaos.json
   dsde chaos --faults engine,stall --minutes 2
+  dsde chaos --serve --traffic 6 --seed 1     # what `make chaos SEED=1` does
+
+With --traffic every stream is compared with the same one before the first fault, and the last line is the verdict,
+{"requests", "lost", "duplicated", "wrong", "errors_explicit", "resumed", "faults"}. Lost are those that broke off
+without an error; the exit status is 1 where one was lost, duplicated or wrong.
 
 --json writes {"seed", "every_s", "faults": [{"at_s", "kind", "pid", "left", "recovered_s"}, ...]}; a fault with the pid
 null was left out, recovered_s is the time until as many engine processes ran as at the start.
@@ -280,6 +286,10 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--faults", metavar="NAME,...", default="engine,replica,stall", help="(engine,replica,stall)")
     chaos.add_argument("--keep", type=int, metavar="N", default=1, help="engines that must be left running (1)")
     chaos.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    chaos.add_argument("--traffic", type=int, metavar="N", default=0, help="streams to send at once, and to check (0)")
+    chaos.add_argument("--url", default="http://127.0.0.1:8000", help="where they go (http://127.0.0.1:8000)")
+    chaos.add_argument("--address", default="127.0.0.1:9000", help="where they go over gRPC (127.0.0.1:9000)")
+    chaos.add_argument("--serve", action="store_true", help="start an application to hurt, instead of a running one")
     chaos.set_defaults(command=_chaos)
 
     bench = commands.add_parser(
@@ -540,17 +550,26 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _chaos(options: argparse.Namespace) -> int:
-    from dsde.chaos.session import run
+    from dsde.chaos.serving import Place, serving
+    from dsde.chaos.session import check, run
+    from dsde.chaos.traffic import Traffic
 
-    return run(
-        options.pid,
-        every_s=options.every,
-        minutes=options.minutes,
-        seed=options.seed,
-        kinds=options.faults.split(","),
-        keep=options.keep,
-        json_file=options.json,
-    )
+    kinds = options.faults.split(",")
+    check(kinds, options.every, options.minutes)
+    if options.serve:
+        print("starting two replicas of the embedded pair, about a minute", flush=True)
+    given = Place(options.pid, f"{options.url.rstrip('/').removesuffix('/v1')}/v1", options.address)
+    with serving() if options.serve else contextlib.nullcontext(given) as place:
+        return run(
+            place.pid,
+            every_s=options.every,
+            minutes=options.minutes,
+            seed=options.seed,
+            kinds=kinds,
+            keep=options.keep,
+            json_file=options.json,
+            traffic=Traffic(place.url, place.address, options.traffic, options.seed) if options.traffic else None,
+        )
 
 
 def _engine_args(options: argparse.Namespace) -> int:

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 60
 ANSWER_TIMEOUT_S = 180
+_BREAKING = ("test_changes.py", "test_failover.py", "test_recovery.py", "test_chaos.py")
 _ANY_PORT = [word for flag in ("--port", "--grpc-port", "--dashboard-port") for word in (flag, "0")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Those that stop or kill come last: the others count replicas.
-    items.sort(key=lambda item: item.path.name in ("test_changes.py", "test_failover.py", "test_recovery.py"))
+    items.sort(key=lambda item: item.path.name in _BREAKING)
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.serve)
@@ -70,6 +71,8 @@ def served(received: Collector) -> Iterator[Served]:
         "OTEL_BSP_SCHEDULE_DELAY": "200",
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",
         "RAY_metrics_report_interval_ms": "2000",
+        # An engine that is stopped is to be noticed within a test's time; a step takes a few seconds at most.
+        "DSDE_ENGINE__STEP_TIMEOUT_S": "30",
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", *_ANY_PORT],

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.serve import _serve_client, switch_policy
 from tests.serve.conftest import Served
 from tests.serve.fleet import seconds_until, unfinished
-from tests.serve.streams import TIMEOUT_S, TOKENS, WAYS, Stream
+from tests.serve.streams import TIMEOUT_S, TOKENS, WAYS, ask
 
 PERIOD_S = 0.1
 CALM_S = 2.0
@@ -28,14 +28,14 @@ def traffic(served: Served) -> Iterator[list[int]]:
     codes: list[int] = []
     over = threading.Event()
 
-    def ask() -> None:
+    def send_one() -> None:
         body = {"model": served.model, "prompt": "One, two,", "max_tokens": 1}
         codes.append(web.post("/v1/completions", json=body).status_code)
 
     def send() -> None:
         due = time.monotonic()
         while not over.is_set():
-            asking.append(pool.submit(ask))
+            asking.append(pool.submit(send_one))
             due += PERIOD_S
             time.sleep(max(0.0, due - time.monotonic()))
 
@@ -76,7 +76,7 @@ def states(served: Served, deployment: str) -> list[str]:
 
 
 def test_fewer_and_more_replicas_lose_nothing(served: Served, engines: DeploymentHandle) -> None:
-    streams = [Stream("1 2 3 4 5 6 7 8 9 10", {"temperature": 0, "max_tokens": LONG}) for _ in range(4)]
+    streams = [ask("1 2 3 4 5 6 7 8 9 10", temperature=0, max_tokens=LONG) for _ in range(4)]
     with ThreadPoolExecutor(len(streams)) as pool:
         running = [pool.submit(WAYS[number % 2], served, one) for number, one in enumerate(streams)]
         seconds_until(lambda: all(one.ids for one in streams), TIMEOUT_S)
@@ -99,7 +99,7 @@ def test_fewer_and_more_replicas_lose_nothing(served: Served, engines: Deploymen
 
 
 def test_another_policy_and_another_ingress_lose_nothing(served: Served, engines: DeploymentHandle) -> None:
-    streams = [Stream("1 2 3 4 5 6 7 8 9 10", {"temperature": 0, "max_tokens": LONG}) for _ in range(2)]
+    streams = [ask("1 2 3 4 5 6 7 8 9 10", temperature=0, max_tokens=LONG) for _ in range(2)]
     with ThreadPoolExecutor(len(streams)) as pool:
         running = [pool.submit(WAYS[number % 2], served, one) for number, one in enumerate(streams)]
         seconds_until(lambda: all(one.ids for one in streams), TIMEOUT_S)

@@ -8,27 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from ray.serve.handle import DeploymentHandle
 
+from dsde.chaos.stream import Stream
+from dsde.chaos.traffic import PROMPTS
 from tests.serve.conftest import ANSWER_TIMEOUT_S, Served
 from tests.serve.figures import check_figures
 from tests.serve.fleet import loads, processes, published, seconds_until, unfinished
-from tests.serve.streams import TOKENS, WAYS, Stream, over_grpc
+from tests.serve.streams import TOKENS, WAYS, answer, ask, over_grpc, over_http
 
 REPLACED_TIMEOUT_S = 240
-# Whoever continues one of these is sure of every next token: bfloat16 may flip a tie between two ways to compute it.
-PROMPTS = (
-    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22",
-    "A B C D E F G H I J K L M N O P Q R S T U V W X Y Z A B C D E F G",
-    "red, green, blue, red, green, blue, red, green, blue, red, green, blue,",
-    "東京、大阪、京都、東京、大阪、京都、東京、大阪、京都、東京、大阪、京都、東京、",
-)
 
 
 def streams(**options: Any) -> list[Stream]:
-    return [Stream(prompt, options) for prompt in PROMPTS for _ in WAYS]
+    return [ask(prompt, **options) for prompt in PROMPTS for _ in WAYS]
 
 
 def run(served: Served, wanted: list[Stream], disturb: Callable[[], None] | None = None) -> None:
@@ -40,14 +34,19 @@ def run(served: Served, wanted: list[Stream], disturb: Callable[[], None] | None
             one.result(REPLACED_TIMEOUT_S)
 
 
-def engine_process(served: Served) -> psutil.Process:
-    return processes(served, "EngineCore")[0]
+def kill_engine(served: Served) -> None:
+    processes(served, "EngineCore")[0].kill()
 
 
-def replica_process(served: Served) -> psutil.Process:
-    replica = engine_process(served).parent()
+def kill_replica(served: Served) -> None:
+    replica = processes(served, "EngineCore")[0].parent()
     assert replica is not None
-    return replica
+    replica.kill()
+
+
+def stop_engine(served: Served) -> None:
+    """It lives on, and makes no step."""
+    processes(served, "EngineCore")[0].suspend()
 
 
 @pytest.fixture
@@ -65,23 +64,23 @@ def whole_fleet(served: Served, engines: DeploymentHandle) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("whole_fleet")
-@pytest.mark.parametrize("victim", [engine_process, replica_process])
-def test_greedy_streams_outlive_a_kill_token_by_token(
-    served: Served, engines: DeploymentHandle, victim: Callable[[Served], psutil.Process]
+@pytest.mark.parametrize("fault", [kill_engine, kill_replica, stop_engine])
+def test_greedy_streams_outlive_a_fault_token_by_token(
+    served: Served, engines: DeploymentHandle, fault: Callable[[Served], None]
 ) -> None:
     expected, disturbed = streams(temperature=0), streams(temperature=0)
     run(served, expected)
 
-    def kill() -> None:
+    def disturb() -> None:
         # Each is under way, and both engines have some.
         seconds_until(lambda: all(len(one.ids) >= 8 for one in disturbed), ANSWER_TIMEOUT_S)
         assert all(load["unfinished"] > 0 for load in loads(engines))
-        victim(served).kill()
+        fault(served)
 
-    run(served, disturbed, kill)
+    run(served, disturbed, disturb)
     for undisturbed, stream in zip(expected, disturbed, strict=True):
         assert stream.error is None
-        assert stream.answer() == undisturbed.answer()
+        assert answer(stream) == answer(undisturbed)
         assert stream.metrics is not None
         dsde = check_figures(stream.metrics, TOKENS)
         if stream.resumed:
@@ -91,27 +90,32 @@ def test_greedy_streams_outlive_a_kill_token_by_token(
 
 
 @pytest.mark.usefixtures("whole_fleet")
-def test_sampled_structured_and_whole_answers_outlive_a_kill(served: Served, web: httpx.Client) -> None:
+def test_sampled_structured_and_whole_answers_outlive_a_kill(
+    served: Served, engines: DeploymentHandle, web: httpx.Client
+) -> None:
     sampled = streams(temperature=1.0, seed=7)
-    structured = [Stream("Digits:", {"temperature": 0, "regex": "[0-9]{90}", "ignore_eos": False}) for _ in range(2)]
+    structured = [ask("Digits:", temperature=0, regex="[0-9]{90}", ignore_eos=False) for _ in range(2)]
+    several = [ask(prompt, temperature=1.0, n=2) for prompt in PROMPTS]
     whole: list[dict[str, Any]] = []
 
-    def ask() -> None:
+    def ask_whole() -> None:
         body = {"model": served.model, "prompt": PROMPTS[0], "max_tokens": TOKENS, "n": 2, "ignore_eos": True}
         whole.append(web.post("/v1/completions", json=body, timeout=REPLACED_TIMEOUT_S).json())
 
-    asking = [threading.Thread(target=ask) for _ in range(2)]
+    asking = [threading.Thread(target=ask_whole) for _ in range(2)]
     for thread in asking:
         thread.start()
 
     def kill() -> None:
-        seconds_until(lambda: all(len(one.ids) >= 8 for one in sampled), ANSWER_TIMEOUT_S)
-        engine_process(served).kill()
+        seconds_until(lambda: all(len(one.ids) >= 8 for one in (*sampled, *several)), ANSWER_TIMEOUT_S)
+        assert all(load["unfinished"] > 0 for load in loads(engines))
+        kill_engine(served)
 
-    with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(over_grpc, served, one) for one in structured]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(over_grpc, served, one) for one in structured]
+        asked += [pool.submit(over_http, served, one) for one in several]
         run(served, sampled, kill)
-        for one in answers:
+        for one in asked:
             one.result(REPLACED_TIMEOUT_S)
     for thread in asking:
         thread.join(REPLACED_TIMEOUT_S)
@@ -120,9 +124,16 @@ def test_sampled_structured_and_whole_answers_outlive_a_kill(served: Served, web
         assert (stream.error, len(stream.ids)) == (None, TOKENS)
         assert stream.metrics is not None
         check_figures(stream.metrics, TOKENS)
+    # Nobody can say which of several answers a token would belong to: those end in an error that says so.
+    assert any(one.error for one in several)
+    for stream in several:
+        assert (
+            stream.ended or stream.error == "503: the engine of this request died amid several answers; send it again"
+        )
+        assert stream.error or len(stream.ids) == 2 * TOKENS
     for stream in structured:
         assert stream.text.isdigit()
         assert len(stream.text) == 90
-    for answer in whole:
-        assert answer["usage"]["completion_tokens"] == 2 * TOKENS
-        assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
+    for one in whole:
+        assert one["usage"]["completion_tokens"] == 2 * TOKENS
+        assert [choice["finish_reason"] for choice in one["choices"]] == ["length"] * 2
