@@ -61,7 +61,6 @@ class OpenAIIngress(InferenceService):
             vllm_config,
             self._generate,
             self._check_engines,
-            self._check_queue,
             max_length=self._config.speculation.max_length,
             # One replica that dies sends all of its requests to the others.
             max_retries=2 * self._config.serving.max_ongoing_requests,
@@ -74,7 +73,9 @@ class OpenAIIngress(InferenceService):
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
         from dsde.engine.call import EngineDied, EnginesFull, EngineUnavailable
 
-        self._check_queue()
+        # Serve counts a request some steps after it has let it in, which a burst gets past.
+        if self._queued >= self._config.serving.max_queued_requests:
+            raise EnginesFull(_FULL)
         response = None
         finished = False
         try:
@@ -107,13 +108,6 @@ class OpenAIIngress(InferenceService):
             # Neither a dropped generator nor a cancelled task stops the replica's side; this does.
             if response is not None and not finished:
                 response.cancel()
-
-    def _check_queue(self) -> None:
-        """Refuse what would exceed the queue: Serve counts a request some steps after it has let it in."""
-        from dsde.engine.call import EnginesFull
-
-        if self._queued >= self._config.serving.max_queued_requests:
-            raise EnginesFull(_FULL)
 
     async def _check_engines(self) -> None:
         from dsde.engine.remote import EngineUnavailable

@@ -39,7 +39,6 @@ class RemoteEngineClient(EngineClient):
     generate: streams one request's outputs. Closing the generator must abort the request. It raises vLLM's own errors
         as they are, and EngineUnavailable when no engine can answer; the request is then tried again.
     check_engines: raises EngineUnavailable when no engine is healthy.
-    check_queue: raises EnginesFull when a request would be refused; asked before a streaming answer sends its status.
     max_length: longest speculation length in draft tokens.
     max_retries: requests that may be tried again at once.
     record_content: whether a traced request's span records its prompt and its answer.
@@ -50,7 +49,6 @@ class RemoteEngineClient(EngineClient):
         vllm_config: VllmConfig,
         generate: Generate,
         check_engines: Callable[[], Awaitable[None]],
-        check_queue: Callable[[], None],
         max_length: int,
         *,
         max_retries: int = 128,
@@ -62,7 +60,6 @@ class RemoteEngineClient(EngineClient):
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._generate = Failover(generate, RetryBudget(max_retries)).generate
         self._check_engines = check_engines
-        self._check_queue = check_queue
         self._max_length = max_length
         self._record_content = record_content
 
@@ -87,7 +84,7 @@ class RemoteEngineClient(EngineClient):
 
         Not a coroutine: a refused option must raise before a streaming answer has sent its status. Raises
         VLLMValidationError for a bad `dsde_*` option, a bad hint in a header or a cache-transfer parameter, TypeError
-        for a prompt that vLLM's renderer did not make, RetryableRequestError where every queue is full.
+        for a prompt that vLLM's renderer did not make.
         """
         sampling_params.extra_args = with_hint(sampling_params.extra_args)
         parse(sampling_params.extra_args, self._max_length)
@@ -96,10 +93,6 @@ class RemoteEngineClient(EngineClient):
                 raise VLLMValidationError(f"{field} is not accepted: these engines share no cache", parameter=field)
         if not isinstance(prompt, dict) or "type" not in prompt:
             raise TypeError(f"prompt is a {type(prompt).__name__}: a remote engine takes the renderer's engine inputs")
-        try:
-            self._check_queue()
-        except EnginesFull as error:
-            raise RetryableRequestError(str(error)) from error
         call = GenerateCall(
             prompt={key: value for key, value in prompt.items() if key != "prompt"},
             sampling_params=sampling_params,

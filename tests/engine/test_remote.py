@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.responses import Response
-from starlette.testclient import TestClient
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -22,8 +20,7 @@ from dsde.engine.call import EngineDied
 from dsde.engine.figures import attach_figures
 from dsde.engine.hint import HINT_HEADER, HintHeader
 from dsde.engine.options import RequestOptions, parse
-from dsde.engine.remote import EnginesFull, EngineUnavailable, GenerateCall, RemoteEngineClient
-from dsde.engine.retry_after import RetryAfter
+from dsde.engine.remote import EngineUnavailable, GenerateCall, RemoteEngineClient
 
 PROMPT = {"type": "token", "prompt_token_ids": [5, 6, 7], "prompt": "one two three"}
 FIGURES = {"policy": "paper", "steps": 2}
@@ -67,9 +64,9 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(remote, "renderer_from_config", lambda config: SimpleNamespace())
     monkeypatch.setattr(remote, "InputProcessor", lambda config, renderer: SimpleNamespace())
 
-    def client(generate: Any, check: Any, queue: Any = lambda: None, **options: Any) -> RemoteEngineClient:
+    def client(generate: Any, check: Any, **options: Any) -> RemoteEngineClient:
         config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name="embedded"))
-        return RemoteEngineClient(config, generate, check, queue, max_length=4, **options)
+        return RemoteEngineClient(config, generate, check, max_length=4, **options)
 
     return client
 
@@ -115,23 +112,6 @@ async def test_a_bad_option_is_refused_before_anything_streams(build: Any, engin
     with pytest.raises(VLLMValidationError, match=r"vllm_xargs.dsde_max_length = 5: accepted: an integer from 0 to 4"):
         client.generate(PROMPT, SamplingParams(extra_args={"dsde_max_length": 5}), "r")
     assert engine.calls == []
-
-
-async def test_a_full_queue_is_told_before_anything_streams(build: Any, engine: Engine) -> None:
-    def full() -> None:
-        raise EnginesFull("full")
-
-    client = build(engine.generate, engine.check, full)
-    with pytest.raises(RetryableRequestError, match="full") as caught:
-        client.generate(PROMPT, SamplingParams(), "r")
-    assert (caught.value.status_code, type(caught.value.__cause__)) == (503, EnginesFull)
-    assert engine.calls == []
-
-
-@pytest.mark.parametrize(("status", "told"), [(503, "1"), (429, "1"), (200, None), (400, None)])
-def test_what_may_be_sent_again_says_when(status: int, told: str | None) -> None:
-    app = RetryAfter(Response("x", status_code=status))
-    assert TestClient(app).get("/").headers.get("retry-after") == told
 
 
 async def ask_with(header: str | None, client: RemoteEngineClient, body: dict[str, Any] | None) -> None:

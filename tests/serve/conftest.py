@@ -53,6 +53,11 @@ class Served:
     pid: int
 
 
+def user_environment() -> dict[str, str]:
+    """What a user's shell holds: not what other tests set for engines inside their own process."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "OMP_", "LD_PRELOAD"))}
+
+
 @pytest.fixture(scope="session")
 def received() -> Iterator[Collector]:
     """The OTLP collector that the application sends to."""
@@ -62,11 +67,7 @@ def received() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def served(received: Collector) -> Iterator[Served]:
-    # What other tests set for engines inside their own process is not what a user's shell holds.
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "OMP_", "LD_PRELOAD"))
-    }
-    environment |= {
+    environment = user_environment() | {
         "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "200",
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",

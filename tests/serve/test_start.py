@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+from tests.serve.conftest import user_environment
+
 BOUND_S = 150
 PORTS = [word for flag in ("--port", "--grpc-port", "--dashboard-port") for word in (flag, "0")]
 
@@ -15,8 +17,12 @@ def test_an_engine_that_cannot_start_is_told_with_its_cause() -> None:
     # Nothing but the engine itself knows that this is none of its formats.
     wrong = ["--set", "engine.extra.load_format=papyrus", "--set", "serving.replicas=1"]
     command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", *PORTS, *wrong]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * BOUND_S, check=False)
+    ended = subprocess.run(
+        command, env=user_environment(), capture_output=True, text=True, timeout=2 * BOUND_S, check=False
+    )
     assert ended.returncode == 1, ended.stdout
-    assert ended.stderr.startswith("dsde serve: the application did not start: ")
-    assert "papyrus" in ended.stderr
+    # The message of the failed deployment, as `serve status` prints it.
+    (told,) = [line for line in ended.stderr.splitlines() if line.startswith("dsde serve: ")]
+    assert told.startswith("dsde serve: the application did not start: ")
+    assert "papyrus" in told
     assert time.monotonic() - start < BOUND_S
