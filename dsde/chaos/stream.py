@@ -65,8 +65,8 @@ def over_http(url: str, stream: Stream) -> None:
                 return
             for line in answer.iter_lines():
                 _take_line(stream, line)
-    except httpx.TransportError:
-        # Neither an end nor an error.
+    except (httpx.TransportError, json.JSONDecodeError):
+        # Neither an end nor an error, perhaps amid a line.
         return
 
 

@@ -25,6 +25,8 @@ PROMPTS = (
 _GREEDY, _SAMPLED, _SEVERAL = "greedy", "sampled", "several"
 _WEIGHTS = {_GREEDY: 7, _SAMPLED: 2, _SEVERAL: 1}
 _SHOWN = 20
+# What a client waits that was refused.
+_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -120,6 +122,8 @@ class Traffic:
             else:
                 over_grpc(self._address, stream)
             self._book(kind, stream)
+            if stream.error is not None:
+                self._over.wait(_PAUSE_S)
 
     def _book(self, kind: str, stream: Stream) -> None:
         expected = self._expected[stream.prompt] if kind == _GREEDY else None
