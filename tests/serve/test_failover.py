@@ -95,7 +95,8 @@ def test_sampled_structured_and_whole_answers_outlive_a_kill(
 ) -> None:
     sampled = streams(temperature=1.0, seed=7)
     structured = [ask("Digits:", temperature=0, regex="[0-9]{90}", ignore_eos=False) for _ in range(2)]
-    several = [ask(prompt, temperature=1.0, n=2) for prompt in PROMPTS]
+    # So many that both engines have some.
+    several = [ask(prompt, temperature=1.0, n=2) for prompt in 2 * PROMPTS]
     whole: list[dict[str, Any]] = []
 
     def ask_whole() -> None:
@@ -111,7 +112,7 @@ def test_sampled_structured_and_whole_answers_outlive_a_kill(
         assert all(load["unfinished"] > 0 for load in loads(engines))
         kill_engine(served)
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(len(structured) + len(several)) as pool:
         asked = [pool.submit(over_grpc, served, one) for one in structured]
         asked += [pool.submit(over_http, served, one) for one in several]
         run(served, sampled, kill)
