@@ -4,6 +4,8 @@ DEVICE ?= cpu
 PYTHON ?= python3.11
 VENV ?= .venv
 ARGS ?=
+SEED ?= 1
+MINUTES ?= 20
 
 BIN := $(VENV)/bin
 LOCKS := locks/$(DEVICE).lock.txt locks/dev.lock.txt
@@ -20,7 +22,7 @@ $(error DEVICE=$(DEVICE) is not known; accepted: cpu, gpu)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test unit lint format proto clean
+.PHONY: help setup run test chaos unit lint format proto clean
 
 help: ## say what there is
 	@echo "make TARGET [DEVICE=cpu|gpu] [ARGS='further arguments']"
@@ -35,6 +37,10 @@ run: $(STAMP) ## serve the embedded pair on port 8000 until Ctrl-C
 test: $(STAMP) ## run every test
 	@$(BIN)/dsde models prepare all
 	@$(OPENMP) DSDE_SERVING__DEVICE=$(DEVICE) $(BIN)/pytest $(ARGS)
+
+chaos: $(STAMP) ## hurt an application under traffic: SEED=1 MINUTES=20
+	@$(BIN)/dsde models prepare embedded
+	@$(BIN)/dsde chaos --serve --traffic 6 --seed $(SEED) --minutes $(MINUTES) $(ARGS)
 
 unit: $(STAMP) ## run the tests that need no engine
 	@$(BIN)/pytest tests/unit $(ARGS)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.util import metrics as ray_metrics
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["OpenAIIngress"]
 
 _HEALTH_TIMEOUT_S = 0.8
+# In Ray's words of an actor that Serve ended: no request is to blame for that.
+_STOPPED = "ray.kill"
+_FULL = "every engine replica is full; send the request again later"
 
 
 @serve.deployment(
@@ -30,7 +33,8 @@ _HEALTH_TIMEOUT_S = 0.8
     # It holds a stream per request and does no work of its own, so the limit that counts is the replicas'.
     max_ongoing_requests=10_000,
     graceful_shutdown_wait_loop_s=0.5,
-    graceful_shutdown_timeout_s=5,
+    # What an ingress streams ends with it, so one that is replaced may finish.
+    graceful_shutdown_timeout_s=600,
 )
 @serve.ingress()
 class OpenAIIngress(InferenceService):
@@ -40,6 +44,7 @@ class OpenAIIngress(InferenceService):
         self._config = config
         self._engines = engines
         self._streams = engines.options(stream=True)
+        self._queued = 0
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         from dsde.engine.generation import TextGeneration
@@ -57,6 +62,8 @@ class OpenAIIngress(InferenceService):
             self._generate,
             self._check_engines,
             max_length=self._config.speculation.max_length,
+            # One replica that dies sends all of its requests to the others.
+            max_retries=2 * self._config.serving.max_ongoing_requests,
             record_content=self._config.telemetry.record_content,
         )
         app = await build_openai_app(client, served_name(self._config), self._config.serving.tool_call_parser)
@@ -64,25 +71,39 @@ class OpenAIIngress(InferenceService):
         return app
 
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
-        from dsde.engine.remote import EnginesFull, EngineUnavailable
+        from dsde.engine.call import EngineDied, EnginesFull, EngineUnavailable
 
+        # Serve counts a request some steps after it has let it in, which a burst gets past.
+        if self._queued >= self._config.serving.max_queued_requests:
+            raise EnginesFull(_FULL)
         response = None
         finished = False
         try:
             response = self._streams.generate.remote(call)
+            self._queued += 1
+            try:
+                # Until a replica takes it.
+                await response._to_object_ref_gen()
+            finally:
+                self._queued -= 1
             async for output in response:
                 yield output
             finished = True
         except RayTaskError as error:
             finished = True
             raise error.cause from None
-        except (RayActorError, DeploymentUnavailableError) as error:
+        except RayError as error:
             finished = True
-            raise EngineUnavailable("the engine replica of this request went away; send it again") from error
+            if _STOPPED in str(error):
+                raise EngineUnavailable("the engine replica of this request was stopped; send it again") from error
+            raise EngineDied("the engine replica of this request went away; send it again") from error
+        except DeploymentUnavailableError as error:
+            finished = True
+            raise EngineUnavailable("there is no engine replica; send the request again later") from error
         except BackPressureError as error:
             # Cancelling what was never assigned would raise this error once more.
             finished = True
-            raise EnginesFull("every engine replica is full; send the request again later") from error
+            raise EnginesFull(_FULL) from error
         finally:
             # Neither a dropped generator nor a cancelled task stops the replica's side; this does.
             if response is not None and not finished:

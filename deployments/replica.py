@@ -86,7 +86,7 @@ class EngineReplica:
         return self._engine.vllm_config
 
     async def check_health(self) -> None:
-        """Raise when the engine has died; Serve then replaces this replica."""
+        """Raise when the engine has died or is stuck; Serve then replaces this replica."""
         await self._engine.check_health()
 
     async def healthy(self) -> bool:

@@ -75,6 +75,8 @@ class StabilityAwareRouter(RequestRouter):
         else:
             pending_request.routing_context.should_backoff = True
             number, request = pending_request.metadata.internal_request_id, _request_of(pending_request)
+            avoid = _avoided_by(pending_request)
+            candidate_replicas = [one for one in candidate_replicas if one.replica_id.unique_id not in avoid]
         by_id = {one.replica_id: one for one in candidate_replicas}
         # Full ones come last: asking one after the other whether they still are would take a round trip each.
         open_ids = [one.replica_id for one in self.select_available_replicas(candidate_replicas)]
@@ -105,3 +107,8 @@ def _request_of(pending: PendingRequest) -> Request | None:
         return None
     call = pending.args[0]
     return described(call.prompt, call.sampling_params)
+
+
+def _avoided_by(pending: PendingRequest) -> tuple[str, ...]:
+    """Names of the replicas that a generate() call is to keep away from."""
+    return pending.args[0].avoid if pending.metadata.call_method == "generate" and pending.args else ()

@@ -164,6 +164,33 @@ examples:
 """
 
 
+_CHAOS = """\
+Hurt an application that `dsde serve` runs on this machine, fault after fault, and report what was done.
+
+The seed decides which fault comes and whom it hits. A fault that would leave fewer engines than --keep waits until it
+does not, and is left out where the time ends first.
+
+Faults:
+  engine    kill an engine's process
+  replica   kill a replica, and its engine with it
+  stall     stop an engine's process, so that it lives and makes no step; engine.step_timeout_s ends it
+  ingress   kill the ingress, and the calls that it holds with it
+"""
+_CHAOS_EXAMPLES = """\
+examples:
+  dsde chaos --every 30 --minutes 20 --seed 1 --json chaos.json
+  dsde chaos --faults engine,stall --minutes 2
+  dsde chaos --serve --traffic 6 --seed 1     # what `make chaos SEED=1` does
+
+With --traffic every stream is compared with the same one before the first fault, and the last line is the verdict,
+{"requests", "lost", "duplicated", "wrong", "errors_explicit", "resumed", "faults"}. Lost are those that broke off
+without an error; the exit status is 1 where one was lost, duplicated or wrong.
+
+--json writes {"seed", "every_s", "faults": [{"at_s", "kind", "pid", "left", "recovered_s"}, ...]}; a fault with the pid
+null was left out, recovered_s is the time until as many engine processes ran as at the start.
+"""
+
+
 _TOP_EXAMPLES = """\
 examples:
   dsde top
@@ -244,6 +271,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_client(client)
     client.set_defaults(command=_client)
+
+    chaos = commands.add_parser(
+        "chaos",
+        help="inject faults into a running application",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_CHAOS,
+        epilog=_CHAOS_EXAMPLES,
+    )
+    chaos.add_argument("--pid", type=int, metavar="PID", help="process id of `dsde serve` (the only one here)")
+    chaos.add_argument("--every", type=float, metavar="SECONDS", default=30.0, help="time between faults (30)")
+    chaos.add_argument("--minutes", type=float, metavar="M", default=20.0, help="time for all of them (20)")
+    chaos.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the faults (0)")
+    chaos.add_argument("--faults", metavar="NAME,...", default="engine,replica,stall", help="(engine,replica,stall)")
+    chaos.add_argument("--keep", type=int, metavar="N", default=1, help="engines that must be left running (1)")
+    chaos.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    chaos.add_argument("--traffic", type=int, metavar="N", default=0, help="streams to send at once, and to check (0)")
+    chaos.add_argument("--url", default="http://127.0.0.1:8000", help="where they go (http://127.0.0.1:8000)")
+    chaos.add_argument("--address", default="127.0.0.1:9000", help="where they go over gRPC (127.0.0.1:9000)")
+    chaos.add_argument("--serve", action="store_true", help="start an application to hurt, instead of a running one")
+    chaos.set_defaults(command=_chaos)
 
     bench = commands.add_parser(
         "bench",
@@ -500,6 +547,29 @@ def _top(options: argparse.Namespace) -> int:
     from dsde.top import run
 
     return run(options.url, once=options.once, interval_s=options.interval)
+
+
+def _chaos(options: argparse.Namespace) -> int:
+    from dsde.chaos.serving import Place, serving
+    from dsde.chaos.session import check, run
+    from dsde.chaos.traffic import Traffic
+
+    kinds = options.faults.split(",")
+    check(kinds, options.every, options.minutes)
+    if options.serve:
+        print("starting two replicas of the embedded pair, about a minute", flush=True)
+    given = Place(options.pid, f"{options.url.rstrip('/').removesuffix('/v1')}/v1", options.address)
+    with serving() if options.serve else contextlib.nullcontext(given) as place:
+        return run(
+            place.pid,
+            every_s=options.every,
+            minutes=options.minutes,
+            seed=options.seed,
+            kinds=kinds,
+            keep=options.keep,
+            json_file=options.json,
+            traffic=Traffic(place.url, place.address, options.traffic, options.seed) if options.traffic else None,
+        )
 
 
 def _engine_args(options: argparse.Namespace) -> int:

@@ -91,6 +91,9 @@ class EngineConfig(_Section):
     kv_cache_gib: float | None = Field(
         1.0, gt=0, description="KV cache of a CPU engine in GiB; a GPU takes its share of memory"
     )
+    step_timeout_s: float = Field(
+        120.0, ge=5, description="seconds that a step may take; an engine that takes longer is ended and replaced"
+    )
     enforce_eager: bool | None = Field(None, description="skip graph capture; default: true on CPU, false on GPU")
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments")
 

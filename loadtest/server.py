@@ -54,6 +54,12 @@ class Server:
         assert self._url is not None
         return self._url
 
+    @property
+    def pid(self) -> int:
+        """Its process id, once it is up."""
+        assert self._process is not None
+        return self._process.pid
+
     def __enter__(self) -> Server:
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(

@@ -24,13 +24,14 @@ from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-from vllm.exceptions import RetryableRequestError, VLLMError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.tracing import contains_trace_headers, extract_trace_headers
 
 from dsde.engine.hint import note_hint
 from dsde.engine.refusal import RequestRefused
 from dsde.engine.remote import EnginesFull
+from dsde.engine.retry import RequestLost
 
 __all__ = ["Generation", "TextGeneration", "refusal"]
 
@@ -184,6 +185,8 @@ def refusal(error: Exception, started: bool) -> RequestRefused:
         return RequestRefused(HTTPStatus.BAD_REQUEST, sanitize_message(_with_value(error)), error.parameter)
     if isinstance(error, RetryableRequestError) and isinstance(error.__cause__, EnginesFull):
         return RequestRefused(HTTPStatus.TOO_MANY_REQUESTS, str(error))
+    if isinstance(error, GenerationError) and isinstance(error.__cause__, RequestLost):
+        return RequestRefused(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
     if isinstance(error, VLLMError | NotImplementedError) or (type(error) is ValueError and not started):
         told = create_error_response(error).error
         if told.code != HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -12,21 +14,26 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dsde.config import DsdeConfig
+from dsde.engine.call import EngineDied, EngineUnavailable, GenerateCall
+from dsde.engine.deadline import StepDeadline
 from dsde.engine.finished import finished_request
 from dsde.engine.plugin import engine_arguments
-from dsde.engine.remote import EngineUnavailable, GenerateCall
 from dsde.engine.routing import RoutingRecord
 from dsde.engine.stat_logger import EngineLoad
-from dsde.engine.transport import FIGURES_KEY
+from dsde.engine.transport import EMITTED_KEY, FIGURES_KEY
+from dsde.engine.vllm_internals import continue_texts, end_engine
 from dsde.routing.stats import ReplicaStats
 from dsde.telemetry.setup import Telemetry
 from dsde.telemetry.tracing import headers_of
 
 __all__ = ["EngineStartError", "LocalEngine"]
+
+logger = logging.getLogger("ray.serve")
 
 # A line that names an exception, after the process and time that vLLM writes before it.
 _EXCEPTION_LINE = re.compile(
@@ -41,8 +48,8 @@ class EngineStartError(RuntimeError):
 class LocalEngine:
     """An AsyncLLM under DSDE control.
 
-    name: the replica's, which the figures of its answers carry. telemetry: where its requests and steps are booked,
-    None for nowhere.
+    deadline: tells when the engine is stuck. name: the replica's, which the figures of its answers carry. telemetry:
+    where its requests and steps are booked, None for nowhere.
     """
 
     def __init__(
@@ -50,12 +57,14 @@ class LocalEngine:
         engine: AsyncLLM,
         load: EngineLoad,
         routing: RoutingRecord,
+        deadline: StepDeadline,
         name: str,
         telemetry: Telemetry | None = None,
     ) -> None:
         self._engine = engine
         self._name = name
-        self._load, self._routing = load, routing
+        continue_texts(engine.output_processor)
+        self._load, self._routing, self._deadline = load, routing, deadline
         self._telemetry = telemetry
 
     @classmethod
@@ -69,9 +78,12 @@ class LocalEngine:
         if telemetry is not None:
             arguments |= _telemetry_arguments(arguments, telemetry)
         load, routing = EngineLoad(telemetry), RoutingRecord(config.engine.max_num_seqs, config.speculation.policy)
+        # Without statistics nobody hears of steps.
+        silent = arguments.get("disable_log_stats", False)
+        deadline = StepDeadline(math.inf if silent else config.engine.step_timeout_s)
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
-            return cls(engine, load, routing, name, telemetry)
+            return cls(engine, load, routing, deadline, name, telemetry)
         except Exception as error:
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error
 
@@ -83,13 +95,15 @@ class LocalEngine:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one request; closing the generator or cancelling its task aborts it in the engine.
 
-        Raises EngineUnavailable when the engine has died, VLLMValidationError for what it refuses.
+        Raises EngineDied when the engine dies meanwhile, EngineUnavailable when it is dead already, VLLMValidationError
+        for what it refuses.
         """
+        was_dead = self._engine.errored
         traced = self._telemetry is not None and self._telemetry.traces_endpoint is not None
         start, last, error = time.perf_counter(), None, None
         outputs = self._engine.generate(
             dict(call.prompt),
-            call.sampling_params,
+            _parameters(call),
             call.request_id,
             lora_request=call.lora_request,
             trace_headers=(headers_of() or call.trace_headers) if traced else None,
@@ -114,7 +128,9 @@ class LocalEngine:
                 yield output
         except EngineDeadError:
             error = EngineDeadError.__name__
-            raise EngineUnavailable("the engine of this request died; send it again") from None
+            if was_dead:
+                raise EngineUnavailable("the engine of this replica is dead; send it again", self._name) from None
+            raise EngineDied("the engine of this request died; send it again", self._name) from None
         except (asyncio.CancelledError, GeneratorExit):
             error = None if last is not None and last.finished else "cancelled"
             raise
@@ -127,7 +143,12 @@ class LocalEngine:
             await outputs.aclose()
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError when the engine's process has died."""
+        """Raise EngineDeadError when the engine's process has died; end one that is stuck, so that it has."""
+        unfinished = self.num_unfinished_requests
+        if not self._engine.errored and self._deadline.overdue(self._load.steps, unfinished):
+            logger.error("the engine has made no step for too long, and %d requests wait: it is ended", unfinished)
+            end_engine(self._engine)
+            raise EngineDeadError()
         await self._engine.check_health()
 
     @property
@@ -146,6 +167,15 @@ class LocalEngine:
     def shutdown(self) -> None:
         """Stop the engine's process and wait for it."""
         self._engine.shutdown()
+
+
+def _parameters(call: GenerateCall) -> SamplingParams:
+    """The call's sampling parameters; the tokens that a continued request brings travel in them."""
+    if not call.emitted:
+        return call.sampling_params
+    params = call.sampling_params.clone()
+    params.extra_args = {**(params.extra_args or {}), EMITTED_KEY: list(call.emitted)}
+    return params
 
 
 def _telemetry_arguments(arguments: Mapping[str, Any], telemetry: Telemetry) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """vLLM's own OpenAI application over any EngineClient: chat templates, tools, logprobs, structured output, SSE.
 
-Nothing of the API is ours but one header, `x-dsde-hint`; what is decided here is which of vLLM's switches are on.
+Nothing of the API is ours but the header `x-dsde-hint` and how a refusal is told; what is decided here is which of
+vLLM's switches are on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from dsde.engine.early_status import EarlyStatus
 from dsde.engine.hint import HintHeader
 
 __all__ = ["build_openai_app"]
@@ -41,7 +43,7 @@ def _arguments(model: str, served_name: str, tool_call_parser: str | None) -> Na
     # vLLM takes no tool at all, not even a named one, without a parser.
     arguments.enable_auto_tool_choice = tool_call_parser is not None
     arguments.tool_call_parser = tool_call_parser
-    arguments.middleware = [f"{HintHeader.__module__}.{HintHeader.__name__}"]
+    arguments.middleware = [f"{one.__module__}.{one.__name__}" for one in (HintHeader, EarlyStatus)]
     arguments.enable_per_request_metrics = True
     arguments.enable_prompt_tokens_details = True
     # This switch starts a loop that logs an in-process engine's statistics; engines behind a client log their own.

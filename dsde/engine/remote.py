@@ -7,12 +7,12 @@ reaches an engine is its own affair. Token ids and sampling parameters cross, te
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import RetryableRequestError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.renderers import renderer_from_config
@@ -21,54 +21,26 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
+from dsde.engine.call import EnginesFull, EngineUnavailable, Generate, GenerateCall
+from dsde.engine.failover import Failover
 from dsde.engine.figures import attach_figures
 from dsde.engine.hint import with_hint
 from dsde.engine.options import parse
+from dsde.engine.retry import RequestLost, RetryBudget
 from dsde.engine.transport import EVENTS_KEY, FIGURES_KEY
 from dsde.telemetry.tracing import RequestSpan
 
 __all__ = ["EngineUnavailable", "EnginesFull", "Generate", "GenerateCall", "RemoteEngineClient", "trace_output"]
 
 
-class EngineUnavailable(Exception):
-    """No engine took the request, or the one that did went away; the caller may send it again."""
-
-
-class EnginesFull(EngineUnavailable):
-    """Every engine's queue is full."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """One request on its way to an engine; every part pickles.
-
-    prompt: vLLM's engine input (`type`, `prompt_token_ids`, ...) without the prompt's text.
-    sampling_params: as the OpenAI layer made them, the `dsde_*` options in extra_args.
-    request_id: the id the answer carries; an engine makes its own unique one from it.
-    priority: lower is sooner, used by engines with priority scheduling.
-    """
-
-    prompt: Mapping[str, Any]
-    sampling_params: SamplingParams
-    request_id: str
-    priority: int = 0
-    lora_request: LoRARequest | None = None
-    trace_headers: Mapping[str, str] | None = None
-    session_id: str | None = None
-    reasoning_ended: bool | None = None
-    reasoning_parser_kwargs: dict[str, Any] | None = None
-
-
-Generate = Callable[[GenerateCall], AsyncGenerator[RequestOutput, None]]
-
-
 class RemoteEngineClient(EngineClient):
     """An EngineClient for vLLM's OpenAI application.
 
     generate: streams one request's outputs. Closing the generator must abort the request. It raises vLLM's own errors
-        as they are, and EngineUnavailable when no engine can answer.
+        as they are, and EngineUnavailable when no engine can answer; the request is then tried again.
     check_engines: raises EngineUnavailable when no engine is healthy.
     max_length: longest speculation length in draft tokens.
+    max_retries: requests that may be tried again at once.
     record_content: whether a traced request's span records its prompt and its answer.
     """
 
@@ -79,13 +51,14 @@ class RemoteEngineClient(EngineClient):
         check_engines: Callable[[], Awaitable[None]],
         max_length: int,
         *,
+        max_retries: int = 128,
         record_content: bool = False,
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
-        self._generate = generate
+        self._generate = Failover(generate, RetryBudget(max_retries)).generate
         self._check_engines = check_engines
         self._max_length = max_length
         self._record_content = record_content
@@ -154,6 +127,9 @@ class RemoteEngineClient(EngineClient):
         except EngineUnavailable as raised:
             error = raised
             raise RetryableRequestError(str(raised)) from raised
+        except RequestLost as raised:
+            error = raised
+            raise GenerationError(str(raised)) from raised
         except BaseException as raised:
             # A generator that is closed after the last output has not failed.
             error = None if isinstance(raised, GeneratorExit) and span.finished else raised

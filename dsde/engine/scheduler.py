@@ -26,11 +26,14 @@ from dsde.engine.events import Event, Events
 from dsde.engine.options import RequestOptions, parse
 from dsde.engine.tally import Tally
 from dsde.engine.transport import (
+    EMITTED_KEY,
     ENGINE_KEY,
     EVENTS_KEY,
     FIGURES_KEY,
+    attach_emitted,
     attach_plan,
     attach_step,
+    emitted_by,
     engine_costs,
     observation,
     plan_of,
@@ -82,6 +85,9 @@ class _Speculation(Scheduler):
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._plan = SpeculationPlan()
         self._left_behind: set[str] = set()
+        # Continued requests: how many tokens each brought, and which of them the worker does not know yet.
+        self._brought: dict[str, int] = {}
+        self._unknown: set[str] = set()
         # Nobody under plain `vllm serve` would read them.
         self._sends_steps = bool(settings.get("telemetry", False))
         self._tally = Tally()
@@ -89,6 +95,8 @@ class _Speculation(Scheduler):
 
     def add_request(self, request: Request) -> None:
         new = request.request_id not in self.requests
+        if new:
+            self._continue(request)
         super().add_request(request)
         if new and request.sampling_params is not None:
             options = self._options(request)
@@ -106,7 +114,7 @@ class _Speculation(Scheduler):
         )
         if report.policy_change is not None:
             self.controller.set_policy(report.policy_change.policy, report.policy_change.settings)
-        observed = observation(report, scheduler_output, model_runner_output, self.requests)
+        observed = observation(report, scheduler_output, model_runner_output, self.requests, self._brought)
         with self._tally:
             self.controller.observe(observed, plan_of(scheduler_output))
         self._tally.observed(observed)
@@ -141,6 +149,10 @@ class _Speculation(Scheduler):
         self._events.planned(self._plan)
         scheduler_output.num_spec_tokens_to_schedule = self._plan.depth
         attach_plan(scheduler_output, self._plan)
+        if self._unknown:
+            new = self._unknown & scheduler_output.num_scheduled_tokens.keys()
+            attach_emitted(scheduler_output, {one: list(self.requests[one].output_token_ids) for one in new})
+            self._unknown -= new
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
@@ -165,11 +177,41 @@ class _Speculation(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         kv_transfer_params, ec_transfer_params = super()._free_request(request, *args, **kwargs)
         self._left_behind.discard(request.request_id)
+        self._unknown.discard(request.request_id)
+        self._brought.pop(request.request_id, None)
         figures = self.controller.finish(request.request_id)
         events = self._events.finish(request.request_id)
         if figures is not None:
             kv_transfer_params = {**(kv_transfer_params or {}), **self._carried(figures, events)}
         return kv_transfer_params, ec_transfer_params
+
+    def _continue(self, request: Request) -> None:
+        """Let a request that another engine began stand where one does that was preempted: with its tokens, unread."""
+        emitted = emitted_by(request.sampling_params)
+        if not emitted:
+            return
+        vocabulary = range(self.vllm_config.model_config.get_vocab_size())
+        room = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+        if len(emitted) >= room or not all(type(token) is int and token in vocabulary for token in emitted):
+            # dsde's front end sends only what an engine gave; under plain `vllm serve` an error would end the engine.
+            logger.warning("request %s: its %s are no answer's tokens; ignored", request.request_id, EMITTED_KEY)
+            return
+        request.append_output_token_ids(emitted)
+        # The engine before has counted the prompt; vLLM holds that no cache reaches beyond it.
+        request.prefill_stats = None
+        self._brought[request.request_id] = len(emitted)
+        self._unknown.add(request.request_id)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        compiling = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        ready = bool(super()._handle_blocked_waiting_request(request))
+        if ready and compiling and request.request_id in self._brought:
+            ready = self.structured_output_manager.accept_tokens(request, list(request.output_token_ids))
+            if not ready:
+                # As for a grammar that does not compile: the request ends in an error.
+                request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+                self.grammar_compile_error_reqs.add(request.request_id)
+        return ready
 
     def _may_draft(self, request: Request) -> bool:
         """Whether drafts leave this request's distribution as it is."""
@@ -205,8 +247,9 @@ class _Speculation(Scheduler):
 
     def _options(self, request: Request) -> RequestOptions:
         assert request.sampling_params is not None
+        given = request.sampling_params.extra_args or {}
         try:
-            return parse(request.sampling_params.extra_args, self.num_spec_tokens)
+            return parse({key: given[key] for key in given if key != EMITTED_KEY}, self.num_spec_tokens)
         except VLLMValidationError as error:
             # dsde's front end refuses these with a 400; under plain `vllm serve` an error here would end the engine.
             logger.warning("request %s: %s; the engine's policy applies", request.request_id, error)

@@ -16,16 +16,17 @@ __all__ = ["EngineLoad"]
 class EngineLoad(StatLoggerBase):
     """The newest of vLLM's scheduler statistics. running, waiting: requests. kv_use: share of the KV cache in use.
 
-    telemetry: where load and steps are booked as well, None for nowhere.
+    steps: outputs that the engine has sent. telemetry: where load and steps are booked as well, None for nowhere.
     """
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
-        self.running = self.waiting = 0
+        self.running = self.waiting = self.steps = 0
         self.kv_use = 0.0
         self._telemetry = telemetry
 
     def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
         """Called by vLLM after every step."""
+        self.steps += 1
         if scheduler_stats is None:
             return
         self.running = scheduler_stats.num_running_reqs

@@ -3,17 +3,19 @@
 Up: the worker hangs a WorkerReport on vLLM's ModelRunnerOutput as a plain attribute, and the scheduler joins it with
 what it knows itself into a StepObservation. Out: figures, events, and the costs that the engine has learnt, leave as
 entries of RequestOutput.kv_transfer_params, and an EngineStep as SchedulerStats.kv_connector_stats, which is free
-without a KV connector.
+without a KV connector. In: a continued request brings the tokens that another engine gave as an entry of
+SamplingParams.extra_args; its first SchedulerOutput hands them to the worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
@@ -25,14 +27,18 @@ from dsde.control.records import SpeculationPlan, StepObservation
 from dsde.telemetry.step import EngineStep
 
 __all__ = [
+    "EMITTED_KEY",
     "ENGINE_KEY",
     "EVENTS_KEY",
     "FIGURES_KEY",
     "PolicyChange",
     "WorkerReport",
+    "attach_emitted",
     "attach_plan",
     "attach_report",
     "attach_step",
+    "emitted_by",
+    "emitted_of",
     "engine_costs",
     "observation",
     "plan_of",
@@ -43,9 +49,11 @@ __all__ = [
 FIGURES_KEY = "dsde"
 EVENTS_KEY = "dsde_events"
 ENGINE_KEY = "dsde_engine"
+EMITTED_KEY = "dsde_emitted"
 _STEP = "dsde_step"
 _REPORT = "dsde_report"
 _PLAN = "dsde_plan"
+_EMITTED = "dsde_emitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,22 @@ def plan_of(output: SchedulerOutput) -> SpeculationPlan | None:
     return getattr(output, _PLAN, None)
 
 
+def emitted_by(params: SamplingParams | None) -> list[int]:
+    """The tokens with which a continued request begins its answer; empty for any other request."""
+    return list(((params.extra_args if params is not None else None) or {}).get(EMITTED_KEY, ()))
+
+
+def attach_emitted(output: SchedulerOutput, emitted: Mapping[str, Sequence[int]]) -> None:
+    """Give the worker the tokens of continued requests that are new in this engine step, by request id."""
+    setattr(output, _EMITTED, emitted)
+
+
+def emitted_of(output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
+    """The tokens attached to this engine step."""
+    found: Mapping[str, Sequence[int]] = getattr(output, _EMITTED, {})
+    return found
+
+
 def engine_costs(controller: Controller, running: int) -> dict[str, Any]:
     """What the scheduler sends along with a finished request, as plain values.
 
@@ -134,12 +158,16 @@ def take_step(stats: SchedulerStats) -> EngineStep | None:
 
 
 def observation(
-    report: WorkerReport, scheduled: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
+    report: WorkerReport,
+    scheduled: SchedulerOutput,
+    output: ModelRunnerOutput,
+    requests: Mapping[str, Request],
+    brought: Mapping[str, int],
 ) -> StepObservation:
     """Join the worker's report with the scheduler's view, before the scheduler books this step's tokens.
 
-    A request decodes when it emits tokens and has emitted some before; its drafts are the ones that were scheduled,
-    its accepted drafts are what it emits less the bonus token.
+    A request decodes when it emits tokens and has emitted some before, other than those that a continued one `brought`;
+    its drafts are the ones that were scheduled, its accepted drafts are what it emits less the bonus token.
     """
     ids: list[str] = []
     drafted: list[int] = []
@@ -147,7 +175,9 @@ def observation(
     temperature: list[float] = []
     for request_id in scheduled.num_scheduled_tokens:
         request = requests.get(request_id)
-        if request is None or request.num_output_tokens == 0 or request.sampling_params is None:
+        if request is None or request.sampling_params is None:
+            continue
+        if request.num_output_tokens == brought.get(request_id, 0):
             continue
         index = output.req_id_to_index.get(request_id)
         emitted = output.sampled_token_ids[index] if index is not None and output.sampled_token_ids else []

@@ -1,25 +1,44 @@
 """Where vLLM's own functions are wrapped or replaced, pinned to the version this was written for.
 
-Three things have no switch: the logits a rejection sampler verifies with, the logits a drafter samples from, and a
-fault of the CPU build. Scheduler, worker and catch-up besides override or read private methods and fields of what
-they extend; tests/engine/test_internals.py names them and fails when one moves.
+Five things have no switch: the logits a rejection sampler verifies with, the logits a drafter samples from, the output
+that a new request brings along, the text of that output, and a fault of the CPU build. Scheduler, worker and catch-up
+besides override or read private methods and fields of what they extend; tests/engine/test_internals.py names them and
+fails when one moves.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import torch
 import vllm
+from vllm.logprobs import append_logprobs_for_next_position
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler as vllm_rejection_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-__all__ = ["SUPPORTED_VLLM", "MeasuredRejectionSampler", "mend_cpu_expand", "require_supported_vllm", "tap_drafter"]
+from dsde.engine.transport import emitted_by
+
+__all__ = [
+    "SUPPORTED_VLLM",
+    "MeasuredRejectionSampler",
+    "continue_texts",
+    "continued_requests",
+    "end_engine",
+    "mend_cpu_expand",
+    "require_supported_vllm",
+    "tap_drafter",
+]
 
 SUPPORTED_VLLM = "0.32.0"
 
@@ -110,6 +129,62 @@ def tap_drafter(drafter: Any, on_draft: OnDraft) -> bool:
 
     drafter._sample_draft_tokens = sample
     return True
+
+
+@contextmanager
+def continued_requests(batch: InputBatch, emitted: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """While this is open, a request of `emitted` enters the batch with these tokens as its output so far.
+
+    vLLM's runner makes every new request without output, though its batch takes one: so preempted requests come back.
+    """
+    add = batch.add_request
+
+    def add_request(request: CachedRequestState) -> int:
+        if not request.output_token_ids:
+            request.output_token_ids.extend(emitted.get(request.req_id, ()))
+        index: int = add(request)
+        return index
+
+    batch.add_request = add_request
+    try:
+        yield
+    finally:
+        del batch.add_request
+
+
+def continue_texts(processor: OutputProcessor) -> None:
+    """Let a continued request's text go on behind the tokens it brings.
+
+    Its detokenizer reads them first, and what it has withheld of their text, a character's first bytes or the beginning
+    of a stop string, comes with what follows. Log-probabilities get the tokens that name them a character's rest.
+    """
+    add = processor.add_request
+
+    @functools.wraps(add)
+    def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+        add(request, *args, **kwargs)
+        emitted = emitted_by(request.sampling_params)
+        if not emitted:
+            return
+        state = processor.request_states[request.request_id]
+        state.detokenizer.update(emitted, False)
+        state.detokenizer.get_next_output_text(False, True)
+        state.sent_tokens_offset = len(emitted)
+        logprobs = state.logprobs_processor.logprobs
+        if logprobs is not None:
+            # No character has more bytes than tokens are looked back upon.
+            for token in emitted[-4:]:
+                append_logprobs_for_next_position(logprobs, [token], [0.0], [None], 0, 0)
+
+    processor.add_request = add_request
+
+
+def end_engine(engine: AsyncLLM) -> None:
+    """Kill an engine's processes, which do not answer any more; its requests then fail as those of a dead engine."""
+    for core in engine.engine_core.resources.engine_manager.processes:
+        with suppress(psutil.NoSuchProcess):
+            for process in (*psutil.Process(core.pid).children(recursive=True), core):
+                process.kill()
 
 
 def mend_cpu_expand() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +20,15 @@ from dsde.control.policies import build_policy
 from dsde.control.records import SpeculationPlan
 from dsde.engine.catchup import CatchUp
 from dsde.engine.drafter import DraftEnded, DraftRecord
-from dsde.engine.transport import PolicyChange, WorkerReport, attach_report, plan_of
+from dsde.engine.transport import PolicyChange, WorkerReport, attach_report, emitted_of, plan_of
 from dsde.engine.verifier import Verifier
-from dsde.engine.vllm_internals import MeasuredRejectionSampler, mend_cpu_expand, require_supported_vllm, tap_drafter
+from dsde.engine.vllm_internals import (
+    MeasuredRejectionSampler,
+    continued_requests,
+    mend_cpu_expand,
+    require_supported_vllm,
+    tap_drafter,
+)
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -47,7 +54,9 @@ class DsdeWorker(_Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if self._speculation is not None:
             self._speculation.begin(scheduler_output)
-        output = super().execute_model(scheduler_output)
+        emitted = emitted_of(scheduler_output)
+        with continued_requests(self.model_runner.input_batch, emitted) if emitted else nullcontext():
+            output = super().execute_model(scheduler_output)
         if self._speculation is not None:
             self._speculation.launched()
         return output

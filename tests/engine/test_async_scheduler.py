@@ -161,6 +161,28 @@ def test_no_draft_past_the_answer_s_end(make_scheduler: Any) -> None:
     assert drafts_of(scheduler.schedule()) == {"a": 2}
 
 
+def test_a_continued_request_is_read_with_its_tokens_and_ends_where_it_would_have(make_scheduler: Any) -> None:
+    from dsde.engine.transport import EMITTED_KEY, emitted_of
+
+    scheduler = make_scheduler("static", {"length": 3})
+    scheduler.add_request(request("a", max_tokens=9, **{EMITTED_KEY: [5, 6, 7]}))
+    first = scheduler.schedule()
+    assert first.num_scheduled_tokens == {"a": 6}
+    assert emitted_of(first) == {"a": [5, 6, 7]}
+    second = scheduler.schedule()
+    assert (emitted_of(second), drafts_of(second)) == ({}, {"a": 3})
+    scheduler.update_from_output(first, run_worker(first, {}))
+    # What reads a prompt is no decoding step, here as for a new request.
+    assert scheduler.controller.snapshot("a").steps == 0
+    outputs = scheduler.update_from_output(second, run_worker(second, {"a": 2}))[0].outputs
+    assert scheduler.controller.snapshot("a").steps == 1
+    # Three came along, one from the prompt, three from the second step: two are left.
+    third = scheduler.schedule()
+    outputs += scheduler.update_from_output(third, run_worker(third, {"a": 1}))[0].outputs
+    assert [len(one.new_token_ids) for one in outputs] == [3, 2]
+    assert (str(outputs[-1].finish_reason), scheduler.requests) == ("length", {})
+
+
 def test_abort_and_finish_free_the_controller(make_scheduler: Any) -> None:
     from vllm.v1.request import RequestStatus
 

@@ -120,11 +120,17 @@ def test_nothing_is_left_after_the_last_answer(engine: Any) -> None:
     assert scheduler_of(engine).controller.ignored_steps == 0
 
 
-def test_preempted_requests_give_the_same_text(start_engine: Any, plain_engine: Any) -> None:
-    # 16-token blocks for 6 long answers do not fit 10 blocks of 128 tokens less vLLM's own: some are preempted.
+def test_preempted_requests_give_the_same_text(
+    start_engine: Any, plain_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A long answer ends in its second block of 128 tokens, and one block is vLLM's own: there is room for 3 of 8.
     tight = start_engine("static", {"length": 3}, num_gpu_blocks_override=8)
-    outputs = generate(tight, count=6, max_tokens=160, ignore_eos=True)
-    expected = generate(plain_engine, count=6, max_tokens=160, ignore_eos=True)
+    controller, preempted = scheduler_of(tight).controller, []
+    preempt = controller.preempt
+    monkeypatch.setattr(controller, "preempt", lambda one: (preempted.append(one), preempt(one)))
+    outputs = generate(tight, count=8, max_tokens=160, ignore_eos=True)
+    expected = generate(plain_engine, count=8, max_tokens=160, ignore_eos=True)
+    assert len(set(preempted)) >= 2
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
     assert all(output.kv_transfer_params["dsde"]["steps"] > 0 for output in outputs)
     assert scheduler_of(tight).controller.live == 0

@@ -16,6 +16,7 @@ from vllm.exceptions import GenerationError, RetryableRequestError, VLLMNotFound
 from dsde.engine.generation import TextGeneration, refusal
 from dsde.engine.refusal import RequestRefused
 from dsde.engine.remote import EnginesFull, EngineUnavailable
+from dsde.engine.retry import RequestLost
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -43,6 +44,12 @@ def test_an_error_has_the_status_of_the_openai_api(error: Exception, status: int
     if status == 500:
         assert "defect" not in refused.message
         assert refused.message.startswith("internal error")
+
+
+def test_a_request_that_engines_died_with_is_told_so() -> None:
+    lost = RequestLost("2 engines died while they had this request; it is not tried again")
+    told = refusal(caused(GenerationError(str(lost)), lost), started=True)
+    assert (told.status, told.message) == (500, str(lost))
 
 
 def test_a_plain_value_error_is_the_request_s_only_before_it_runs() -> None:

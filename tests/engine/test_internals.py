@@ -60,6 +60,7 @@ def test_drafter_still_samples_through_the_tapped_methods() -> None:
 
 SCHEDULER = (
     "_free_request",
+    "_handle_blocked_waiting_request",
     "_preempt_request",
     "_update_after_schedule",
     "_update_request_with_output",
@@ -111,6 +112,31 @@ def test_asynchronous_steps_still_know_their_positions_before_they_draft() -> No
     assert "self.input_batch.prev_sampled_token_ids = sampled_token_ids" in bookkeeping
     table = inspect.getsource(BlockTable.__init__)
     assert all(name in table for name in ("self.block_size", "self.block_table", "self.slot_mapping"))
+
+
+def test_a_batch_still_takes_a_request_with_its_output() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    update = inspect.getsource(GPUModelRunner._update_states)
+    assert "output_token_ids=[]," in update
+    assert update.index("output_token_ids=[],") < update.index("self.input_batch.add_request(request)")
+    assert "start_idx:end_idx] = request.output_token_ids" in inspect.getsource(InputBatch.add_request)
+    assert "self.grammar_compile_error_reqs.add(" in inspect.getsource(Scheduler._handle_blocked_waiting_request)
+    # A new request's length counts its output, and its text is set up before the engine hears of it.
+    assert "num_new_tokens = request.num_tokens - num_computed_tokens" in inspect.getsource(Scheduler.schedule)
+    adds = inspect.getsource(AsyncLLM._add_request)
+    assert adds.index("self.output_processor.add_request(") < adds.index("self.engine_core.add_request_async(")
+
+
+def test_an_engine_s_processes_are_still_where_they_were() -> None:
+    from vllm.v1.engine.core_client import BackgroundResources
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    assert "engine_manager" in BackgroundResources.__dataclass_fields__
+    assert "self.processes" in inspect.getsource(CoreEngineProcManager.__init__)
 
 
 def test_statistics_still_have_a_field_that_only_kv_connectors_use() -> None:

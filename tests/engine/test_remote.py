@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.exceptions import RetryableRequestError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from dsde.engine import remote
+from dsde.engine.call import EngineDied
 from dsde.engine.figures import attach_figures
 from dsde.engine.hint import HINT_HEADER, HintHeader
 from dsde.engine.options import RequestOptions, parse
@@ -63,9 +64,9 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(remote, "renderer_from_config", lambda config: SimpleNamespace())
     monkeypatch.setattr(remote, "InputProcessor", lambda config, renderer: SimpleNamespace())
 
-    def client(generate: Any, check: Any) -> RemoteEngineClient:
+    def client(generate: Any, check: Any, **options: Any) -> RemoteEngineClient:
         config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name="embedded"))
-        return RemoteEngineClient(config, generate, check, max_length=4)
+        return RemoteEngineClient(config, generate, check, max_length=4, **options)
 
     return client
 
@@ -174,7 +175,7 @@ async def test_a_lost_engine_is_a_retryable_error_and_bad_health(build: Any) -> 
     async def nobody() -> None:
         raise EngineUnavailable("nobody")
 
-    client = build(lost, nobody)
+    client = build(lost, nobody, max_retries=0)
     with pytest.raises(RetryableRequestError, match="gone") as caught:
         await anext(client.generate(PROMPT, SamplingParams(), "r"))
     assert caught.value.status_code == 503
@@ -182,11 +183,28 @@ async def test_a_lost_engine_is_a_retryable_error_and_bad_health(build: Any) -> 
         await client.check_health()
 
 
+async def test_a_request_that_kills_engines_is_an_error_that_nobody_should_retry(build: Any, engine: Engine) -> None:
+    calls = []
+
+    async def dies(call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
+        calls.append(call)
+        raise EngineDied("died")
+        yield
+
+    client = build(dies, engine.check)
+    with pytest.raises(GenerationError, match="2 engines died while they had this request") as caught:
+        await anext(client.generate(PROMPT, SamplingParams(), "r"))
+    assert (caught.value.status_code, len(calls)) == (500, 2)
+    assert not isinstance(caught.value, RetryableRequestError)
+
+
 def test_a_call_survives_pickling() -> None:
     call = GenerateCall({"type": "token", "prompt_token_ids": [1]}, SamplingParams(max_tokens=3, seed=1), "r")
     copy = pickle.loads(pickle.dumps(call))
     assert (copy.prompt, copy.request_id) == (call.prompt, call.request_id)
     assert (copy.sampling_params.max_tokens, copy.sampling_params.seed) == (3, 1)
+    died = pickle.loads(pickle.dumps(EngineDied("died", "a")))
+    assert (str(died), died.replica) == ("died", "a")
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 60
 ANSWER_TIMEOUT_S = 180
+_BREAKING = ("test_changes.py", "test_failover.py", "test_recovery.py", "test_chaos.py")
 _ANY_PORT = [word for flag in ("--port", "--grpc-port", "--dashboard-port") for word in (flag, "0")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Those that kill come last: the others count replicas.
-    items.sort(key=lambda item: item.path.name == "test_recovery.py")
+    # Those that stop or kill come last: the others count replicas.
+    items.sort(key=lambda item: item.path.name in _BREAKING)
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.serve)
@@ -52,6 +53,11 @@ class Served:
     pid: int
 
 
+def user_environment() -> dict[str, str]:
+    """What a user's shell holds: not what other tests set for engines inside their own process."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "OMP_", "LD_PRELOAD"))}
+
+
 @pytest.fixture(scope="session")
 def received() -> Iterator[Collector]:
     """The OTLP collector that the application sends to."""
@@ -61,15 +67,13 @@ def received() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def served(received: Collector) -> Iterator[Served]:
-    # What other tests set for engines inside their own process is not what a user's shell holds.
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "OMP_", "LD_PRELOAD"))
-    }
-    environment |= {
+    environment = user_environment() | {
         "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "200",
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",
         "RAY_metrics_report_interval_ms": "2000",
+        # An engine that is stopped is to be noticed within a test's time; a step takes a few seconds at most.
+        "DSDE_ENGINE__STEP_TIMEOUT_S": "30",
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", *_ANY_PORT],

@@ -19,7 +19,9 @@ def check_figures(metrics: dict[str, Any], completion_tokens: int) -> dict[str, 
     assert sum(length * count for length, count in enumerate(histogram)) == accepted <= spec["num_draft_tokens"]
 
     # The prompt's step gives one token, every later step one and its accepted drafts; an end inside them cuts the rest.
-    cut = 1 + dsde["steps"] + accepted - completion_tokens
+    # Of an answer that was resumed the figures are the last engine's.
+    before = dsde.get("resumed", {"tokens": 0})["tokens"]
+    cut = 1 + dsde["steps"] + accepted - (completion_tokens - before)
     assert 0 <= cut <= dsde["speculation_length"]["max"]
 
     assert (

@@ -247,7 +247,7 @@ def test_a_deadline_stops_the_engine_within_a_second(
 def test_a_full_queue_is_resource_exhausted(
     inference: pb_grpc.InferenceStub, web: httpx.Client, engines: DeploymentHandle
 ) -> None:
-    # The replicas take 64 each, 256 wait for them. Serve lets a whole burst in before it counts it, so others follow.
+    # The replicas take 64 each, 256 wait for them.
     calls = [inference.Generate.future(ENDLESS, timeout=ANSWER_TIMEOUT_S) for _ in range(2 * 64 + 256)]
 
     def one_was_refused() -> bool:

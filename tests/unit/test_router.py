@@ -40,9 +40,9 @@ def publication(number: int = 1, **other: Any) -> dict[str, Any]:
     return ReplicaStats(number, **made).to_dict()
 
 
-def pending(name: str, method: str = "generate") -> PendingRequest:
+def pending(name: str, method: str = "generate", avoid: tuple[str, ...] = ()) -> PendingRequest:
     sampling = SimpleNamespace(temperature=0.0, max_tokens=50, extra_args=None)
-    call = SimpleNamespace(prompt={"prompt_token_ids": [1, 2, 3]}, sampling_params=sampling)
+    call = SimpleNamespace(prompt={"prompt_token_ids": [1, 2, 3]}, sampling_params=sampling, avoid=avoid)
     metadata = RequestMetadata(request_id=name, internal_request_id=name, call_method=method)
     return PendingRequest(args=[call], kwargs={}, metadata=metadata)
 
@@ -104,6 +104,14 @@ async def test_a_dead_replica_stays_away_though_serve_still_lists_it(router: Sta
     assert await offer(router, [dead, alive], pending("2")) == [["alive"]]
     assert await offer(router, [alive], pending("3")) == [["alive"]]
     assert set(router._router.replicas) == {alive.replica_id}
+
+
+async def test_a_request_never_goes_back_to_where_its_engine_died(router: StabilityAwareRouter) -> None:
+    dead, alive = Running("dead", publication()), Running("alive", publication(), queue=8)
+    assert await offer(router, [dead, alive], pending("1", avoid=("dead",))) == [["alive"]]
+    request = pending("2", avoid=("dead",))
+    assert await offer(router, [dead], request) == []
+    assert request.routing_context.should_backoff
 
 
 async def test_other_calls_and_unread_publications_go_to_two_at_random(router: StabilityAwareRouter) -> None:

@@ -183,7 +183,7 @@ class SpeculationStats(_message.Message):
     def __init__(self, mean_acceptance_length: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_spec_steps: _Optional[int] = ..., num_accepted_draft_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_spec_tokens: _Optional[int] = ..., per_step_accepted: _Optional[_Iterable[int]] = ..., per_step_drafted: _Optional[_Iterable[int]] = ..., dsde: _Optional[_Union[Dsde, _Mapping]] = ...) -> None: ...
 
 class Dsde(_message.Message):
-    __slots__ = ("policy", "steps", "steps_off", "speculation_length", "kld", "wvir", "stability", "expected_acceptance_rate", "capped_steps", "straggler", "replica")
+    __slots__ = ("policy", "steps", "steps_off", "speculation_length", "kld", "wvir", "stability", "expected_acceptance_rate", "capped_steps", "straggler", "replica", "resumed")
     class SpeculationLength(_message.Message):
         __slots__ = ("mean", "max", "limit")
         MEAN_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,13 @@ class Dsde(_message.Message):
         caused_ms: float
         steps: int
         def __init__(self, wait_ms: _Optional[float] = ..., caused_ms: _Optional[float] = ..., steps: _Optional[int] = ...) -> None: ...
+    class Resumed(_message.Message):
+        __slots__ = ("times", "tokens")
+        TIMES_FIELD_NUMBER: _ClassVar[int]
+        TOKENS_FIELD_NUMBER: _ClassVar[int]
+        times: int
+        tokens: int
+        def __init__(self, times: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
     POLICY_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEPS_OFF_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +236,7 @@ class Dsde(_message.Message):
     CAPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
     STRAGGLER_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     policy: str
     steps: int
     steps_off: int
@@ -240,7 +248,8 @@ class Dsde(_message.Message):
     capped_steps: int
     straggler: Dsde.Straggler
     replica: str
-    def __init__(self, policy: _Optional[str] = ..., steps: _Optional[int] = ..., steps_off: _Optional[int] = ..., speculation_length: _Optional[_Union[Dsde.SpeculationLength, _Mapping]] = ..., kld: _Optional[_Union[Dsde.Kld, _Mapping]] = ..., wvir: _Optional[_Union[Dsde.Wvir, _Mapping]] = ..., stability: _Optional[float] = ..., expected_acceptance_rate: _Optional[float] = ..., capped_steps: _Optional[int] = ..., straggler: _Optional[_Union[Dsde.Straggler, _Mapping]] = ..., replica: _Optional[str] = ...) -> None: ...
+    resumed: Dsde.Resumed
+    def __init__(self, policy: _Optional[str] = ..., steps: _Optional[int] = ..., steps_off: _Optional[int] = ..., speculation_length: _Optional[_Union[Dsde.SpeculationLength, _Mapping]] = ..., kld: _Optional[_Union[Dsde.Kld, _Mapping]] = ..., wvir: _Optional[_Union[Dsde.Wvir, _Mapping]] = ..., stability: _Optional[float] = ..., expected_acceptance_rate: _Optional[float] = ..., capped_steps: _Optional[int] = ..., straggler: _Optional[_Union[Dsde.Straggler, _Mapping]] = ..., replica: _Optional[str] = ..., resumed: _Optional[_Union[Dsde.Resumed, _Mapping]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
