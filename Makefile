@@ -4,6 +4,8 @@ DEVICE ?= cpu
 PYTHON ?= python3.11
 VENV ?= .venv
 ARGS ?=
+# Who may ask: anyone on this machine. For others: ACCESS='--keys keys.json', which `dsde keys` makes.
+ACCESS ?= --open
 
 BIN := $(VENV)/bin
 LOCKS := locks/$(DEVICE).lock.txt locks/dev.lock.txt
@@ -30,7 +32,7 @@ setup: $(STAMP) ## make the virtual environment from the lock
 
 run: $(STAMP) ## serve the embedded pair on port 8000 until Ctrl-C
 	@$(BIN)/dsde models prepare embedded
-	@exec $(BIN)/dsde serve --device $(DEVICE) $(REPLICAS) $(ARGS)
+	@exec $(BIN)/dsde serve --device $(DEVICE) $(REPLICAS) $(ACCESS) $(ARGS)
 
 test: $(STAMP) ## run every test
 	@$(BIN)/dsde models prepare all

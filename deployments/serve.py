@@ -238,7 +238,7 @@ def _start_ray(config: DsdeConfig, ports: _Ports) -> None:
     # A replica that is killed takes its engine's process, and the memory that holds, with it.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     # Serve's proxy runs in no runtime environment of an application.
-    os.environ.update(proxy_environment(config.serving) | serve_environment(config.telemetry))
+    os.environ.update(proxy_environment(config) | serve_environment(config.telemetry))
     ray.init(
         address="local",
         num_cpus=math.ceil(_cores(config)),

@@ -14,6 +14,7 @@ __all__ = ["Context", "set_status"]
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -28,6 +29,8 @@ class Context(Protocol):
     """What Serve hands a method of the call: its own stand-in for grpc.ServicerContext."""
 
     def invocation_metadata(self) -> list[tuple[str, str]]: ...
+
+    def peer(self) -> str: ...
 
     def set_code(self, code: grpc.StatusCode) -> None: ...
 

@@ -6,6 +6,7 @@ reaches an engine is its own affair. Token ids and sampling parameters cross, te
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
+from dsde.access.gate import Admission, admission
 from dsde.engine.figures import attach_figures
 from dsde.engine.hint import with_hint
 from dsde.engine.options import parse
@@ -131,10 +133,13 @@ class RemoteEngineClient(EngineClient):
             reasoning_ended=reasoning_ended,
             reasoning_parser_kwargs=reasoning_parser_kwargs,
         )
-        return self._stream(call, prompt_text or prompt.get("prompt"))
+        return self._stream(call, prompt_text or prompt.get("prompt"), admission())
 
-    async def _stream(self, call: GenerateCall, prompt_text: str | None) -> AsyncGenerator[RequestOutput, None]:
+    async def _stream(
+        self, call: GenerateCall, prompt_text: str | None, admitted: Admission
+    ) -> AsyncGenerator[RequestOutput, None]:
         prompt_ids = call.prompt.get("prompt_token_ids")
+        admitted.charge(len(prompt_ids or ()))
         span = self._span(call)
         span.prompt(len(prompt_ids or ()), prompt_text)
         outputs = self._generate(replace(call, trace_headers=span.headers or None))
@@ -148,6 +153,7 @@ class RemoteEngineClient(EngineClient):
                     break
                 output.prompt = prompt_text
                 output.prompt_token_ids = prompt_ids
+                admitted.charge(sum(len(answer.token_ids) for answer in output.outputs))
                 trace_output(span, output, call.sampling_params)
                 attach_figures(output, self._max_length)
                 yield output
@@ -157,6 +163,8 @@ class RemoteEngineClient(EngineClient):
         except BaseException as raised:
             # A generator that is closed after the last output has not failed.
             error = None if isinstance(raised, GeneratorExit) and span.finished else raised
+            if isinstance(error, GeneratorExit | CancelledError):
+                admitted.charge(_unseen(call.sampling_params))
             raise
         finally:
             span.end(error)
@@ -267,6 +275,11 @@ def trace_output(span: RequestSpan, output: RequestOutput, sampling: SamplingPar
     carried = output.kv_transfer_params
     if output.finished and sampling.n == 1 and carried and FIGURES_KEY in carried:
         span.figures(carried[FIGURES_KEY], carried.get(EVENTS_KEY, ()))
+
+
+def _unseen(params: SamplingParams) -> int:
+    """Tokens to count for a request that its client dropped: all that it could have had, where none was seen."""
+    return (params.max_tokens or 0) * params.n if params.output_kind is RequestOutputKind.FINAL_ONLY else 0
 
 
 def _refused(call: str) -> NotImplementedError:

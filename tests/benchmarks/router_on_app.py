@@ -45,7 +45,7 @@ def main() -> None:
     given = parser.parse_args()
     # The application is to end with this process, however that ends.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-    command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--policy", "goodput"]
+    command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--policy", "goodput", "--open"]
     process = subprocess.Popen([*command, *ANY_PORT], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         text = ""
