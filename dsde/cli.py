@@ -480,7 +480,7 @@ def _add_loadtest(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--protocol", metavar="NAME", help="http, grpc or mixed (http; --quick: mixed)")
     where.add_argument("--url", metavar="URL", help="HTTP server (http://127.0.0.1:8000)")
     where.add_argument("--address", metavar="HOST:PORT", help="gRPC server (127.0.0.1:9000)")
-    where.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (VLLM_API_KEY)")
+    where.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (DSDE_API_KEY)")
     result = parser.add_argument_group("what becomes of it, besides a table")
     result.add_argument("--report", type=Path, metavar="DIR", help="write the report, the records and the figures")
     result.add_argument("--slo-ttft", metavar="MS", default="2000", help="time to first token of a good answer (2000)")
