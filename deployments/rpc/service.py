@@ -99,9 +99,14 @@ class InferenceService:
             yield pb.GenerateResponse()
 
     def _enter(self, context: Context) -> Admission:
-        sent = [value for name, value in context.invocation_metadata() if name == "authorization"]
+        metadata = context.invocation_metadata()
+        sent = [value for name, value in metadata if name == "authorization"]
         # ipv4:127.0.0.1:50000 or ipv6:[::1]:50000, the brackets in per cent signs.
         peer = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
+        # Who is behind a proxy on this machine is not on it; over HTTP uvicorn has seen to that.
+        forwarded = [value for name, value in metadata if name == "x-forwarded-for"]
+        if forwarded:
+            peer = forwarded[-1].rpartition(",")[2].strip()
         return self._gate.enter(sent[0] if len(sent) == 1 else None, peer)
 
     async def Check(

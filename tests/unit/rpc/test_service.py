@@ -202,6 +202,13 @@ async def test_without_keys_another_machine_is_refused(peer: str, monkeypatch: p
     assert context.code is grpc.StatusCode.PERMISSION_DENIED
 
 
+@pytest.mark.parametrize(("told", "let_in"), [("10.0.0.7", False), ("127.0.0.1, 10.0.0.7", False), ("::1", True)])
+async def test_who_is_behind_a_proxy_on_this_machine_is_not_on_it(told: str, let_in: bool) -> None:
+    context = Context(**{"x-forwarded-for": told})
+    await serving(Generation()).Generate(REQUEST, context)
+    assert context.code is (None if let_in else grpc.StatusCode.PERMISSION_DENIED)
+
+
 @pytest.mark.parametrize("peer", ["ipv4:127.0.0.1:50000", "ipv6:%5B::1%5D:50000", "ipv6:[::ffff:127.0.0.1]:5"])
 async def test_without_keys_this_machine_is_let_in(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "peer", lambda self: peer)
