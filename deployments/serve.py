@@ -340,6 +340,7 @@ def _banner(config: DsdeConfig, ports: _Ports) -> str:
     host = f"[{host}]" if ":" in host else host
     url = f"http://{host}:{ports.http}"
     name = served_name(config)
+    key = "" if config.access.open else " -H \"Authorization: Bearer $DSDE_API_KEY\""
     return f"""
 dsde serves {name} with policy {config.speculation.policy}
 
@@ -350,7 +351,7 @@ dsde serves {name} with policy {config.speculation.policy}
   Prometheus     http://127.0.0.1:{ports.metrics}/metrics
   Ray address    {ray.get_runtime_context().gcs_address}
 
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
     -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
 
   {_command()} client --grpc --address {host}:{ports.grpc} "What is speculative decoding?"
