@@ -70,7 +70,7 @@ class InferenceService:
                     policies=choosable_policies(self._max_length),
                 )
         except RequestRefused as refused:
-            set_status(grpc_context, refused.status, refused.message)
+            set_status(grpc_context, refused.status, refused.message, retry_after_s=refused.retry_after_s)
             return pb.GetModelResponse()
 
     async def _messages(
@@ -91,7 +91,7 @@ class InferenceService:
             if refused.status == 500:
                 logger.error("gRPC request %s failed", request.request_id or "without id", exc_info=refused.__cause__)
             field, text = field_at_fault(request, refused) if refused.status in (400, 422) else (None, refused.message)
-            set_status(context, refused.status, text, field)
+            set_status(context, refused.status, text, field, refused.retry_after_s)
             yield pb.GenerateResponse()
         except Exception:
             logger.exception("gRPC request %s failed", request.request_id or "without id")

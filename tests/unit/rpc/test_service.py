@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2
 
@@ -188,6 +188,10 @@ async def test_a_key_s_requests_are_counted_until_their_streams_end(guarded: tup
     await one.Generate(REQUEST, context)
     assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "accepted: 1 at a time" in context.details
+    ((_, value),) = context.trailing
+    told = RetryInfo()
+    assert Status.FromString(value).details[0].Unpack(told)
+    assert told.retry_delay.ToMilliseconds() == 1000
     await stream.aclose()
     context = Context(**metadata)
     await one.Generate(REQUEST, context)
