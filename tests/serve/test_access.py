@@ -117,3 +117,8 @@ def test_no_key_and_no_prompt_is_written_anywhere(served: Served, web: httpx.Cli
     texts = {path: path.read_text(errors="replace") for path in served.logs()}
     assert texts
     assert [path for path, text in texts.items() if secret in text or served.key in text] == []
+
+
+@pytest.mark.parametrize("path", ["/api/serve/applications/", "/api/jobs/", "/nodes?view=summary"])
+def test_ray_s_dashboard_asks_for_a_token(served: Served, path: str) -> None:
+    assert httpx.get(f"{served.dashboard}{path}", trust_env=False, timeout=30).status_code == 401
