@@ -61,7 +61,9 @@ class OpenAIIngress(InferenceService):
             max_length=self._config.speculation.max_length,
             record_content=self._config.telemetry.record_content,
         )
-        app = await build_openai_app(client, served_name(self._config), self._config.serving.tool_call_parser)
+        app = await build_openai_app(
+            client, served_name(self._config), self._config.serving.tool_call_parser, self._config.limits
+        )
         gate = Gate.of(self._config)
         app.add_middleware(GateMiddleware, gate=gate)
         self.offer(TextGeneration(client, app.state), gate, self._config.speculation.max_length)

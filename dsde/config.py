@@ -147,6 +147,7 @@ class LimitsConfig(_Section):
     header_kib: int = Field(32, ge=1, le=1024, description="longest HTTP header, path included, in KiB")
     body_s: float = Field(60.0, gt=0, description="longest time in which an HTTP body arrives, in seconds")
     sequences: int = Field(64, ge=1, description="prompts of one request times n")
+    grammar_kib: int = Field(64, ge=1, le=1024, description="longest schema, regex or grammar of one request, in KiB")
     requests_per_minute: int | None = Field(None, ge=1, description="requests of one key; null: no limit")
     tokens_per_minute: int | None = Field(None, ge=1, description="tokens of one key, prompts included; null: no limit")
     concurrency: int | None = Field(

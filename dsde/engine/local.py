@@ -22,6 +22,7 @@ from dsde.engine.remote import EngineUnavailable, GenerateCall
 from dsde.engine.routing import RoutingRecord
 from dsde.engine.stat_logger import EngineLoad
 from dsde.engine.transport import FIGURES_KEY
+from dsde.engine.vllm_internals import take_without_drafts
 from dsde.routing.stats import ReplicaStats
 from dsde.telemetry.setup import Telemetry
 from dsde.telemetry.tracing import headers_of
@@ -71,6 +72,7 @@ class LocalEngine:
         load, routing = EngineLoad(telemetry), RoutingRecord(config.engine.max_num_seqs, config.speculation.policy)
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
+            take_without_drafts(engine.input_processor)
             return cls(engine, load, routing, name, telemetry)
         except Exception as error:
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error

@@ -15,13 +15,17 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from dsde.config import LimitsConfig
+from dsde.engine.checks import check_rendering
 from dsde.engine.hint import HintHeader
 
 __all__ = ["build_openai_app"]
 
 
-async def build_openai_app(client: EngineClient, served_name: str, tool_call_parser: str | None) -> FastAPI:
-    """The application, ready to serve the model under `served_name`.
+async def build_openai_app(
+    client: EngineClient, served_name: str, tool_call_parser: str | None, limits: LimitsConfig
+) -> FastAPI:
+    """The application, ready to serve the model under `served_name`, to requests within `limits`.
 
     tool_call_parser: vLLM's name of the form in which the model writes tool calls; None refuses requests with tools.
     """
@@ -29,6 +33,7 @@ async def build_openai_app(client: EngineClient, served_name: str, tool_call_par
     arguments = _arguments(client.model_config.model, served_name, tool_call_parser)
     app = build_app(arguments, tasks, client.model_config)
     await init_app_state(client, app.state, arguments, tasks)
+    check_rendering(app.state, client, limits)
     # vLLM's error handler asks this server to exit when its engine has died; ours outlives its engines.
     app.state.server = SimpleNamespace()
     return app

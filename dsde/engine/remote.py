@@ -23,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from dsde.access.gate import Admission, admission
+from dsde.engine.checks import check_sampling
 from dsde.engine.figures import attach_figures
 from dsde.engine.hint import with_hint
 from dsde.engine.options import parse
@@ -112,8 +113,8 @@ class RemoteEngineClient(EngineClient):
         """Check the request at once, then stream its outputs.
 
         Not a coroutine: a refused option must raise before a streaming answer has sent its status. Raises
-        VLLMValidationError for a bad `dsde_*` option, a bad hint in a header or a cache-transfer parameter, TypeError
-        for a prompt that vLLM's renderer did not make.
+        VLLMValidationError for a bad `dsde_*` option, a bad hint in a header, a cache-transfer parameter or a token id
+        that the model lacks, TypeError for a prompt that vLLM's renderer did not make.
         """
         sampling_params.extra_args = with_hint(sampling_params.extra_args)
         parse(sampling_params.extra_args, self._max_length)
@@ -122,6 +123,7 @@ class RemoteEngineClient(EngineClient):
                 raise VLLMValidationError(f"{field} is not accepted: these engines share no cache", parameter=field)
         if not isinstance(prompt, dict) or "type" not in prompt:
             raise TypeError(f"prompt is a {type(prompt).__name__}: a remote engine takes the renderer's engine inputs")
+        check_sampling(sampling_params, prompt.get("prompt_token_ids"), self)
         call = GenerateCall(
             prompt={key: value for key, value in prompt.items() if key != "prompt"},
             sampling_params=sampling_params,

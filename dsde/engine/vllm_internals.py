@@ -1,8 +1,9 @@
 """Where vLLM's own functions are wrapped or replaced, pinned to the version this was written for.
 
-Three things have no switch: the logits a rejection sampler verifies with, the logits a drafter samples from, and a
-fault of the CPU build. Scheduler, worker and catch-up besides override or read private methods and fields of what
-they extend; tests/engine/test_internals.py names them and fails when one moves.
+Four things have no switch: the logits a rejection sampler verifies with, the logits a drafter samples from, the refusal
+of min_p and logit_bias by an engine that speculates, and a fault of the CPU build. Scheduler, worker and catch-up
+besides override or read private methods and fields of what they extend; tests/engine/test_internals.py names them and
+fails when one moves.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ import torch
 import vllm
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler as vllm_rejection_sampler
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-__all__ = ["SUPPORTED_VLLM", "MeasuredRejectionSampler", "mend_cpu_expand", "require_supported_vllm", "tap_drafter"]
+__all__ = [
+    "SUPPORTED_VLLM",
+    "MeasuredRejectionSampler",
+    "mend_cpu_expand",
+    "require_supported_vllm",
+    "restore_logits_processors",
+    "take_without_drafts",
+    "tap_drafter",
+]
 
 SUPPORTED_VLLM = "0.32.0"
 
@@ -110,6 +120,24 @@ def tap_drafter(drafter: Any, on_draft: OnDraft) -> bool:
 
     drafter._sample_draft_tokens = sample
     return True
+
+
+def take_without_drafts(input_processor: Any) -> None:
+    """Let an engine that speculates take requests with min_p or logit_bias, which the scheduler leaves without drafts.
+
+    vLLM refuses them where a speculative_config is set, for the sake of a verification that would not know them.
+    """
+    input_processor.speculative_config = None
+
+
+def restore_logits_processors(vllm_config: Any, runner: Any) -> None:
+    """Give a model runner that speculates the processors of min_p and logit_bias back, of which vLLM strips it.
+
+    They see one row for each request: the bonus position, the only one of a request without drafts.
+    """
+    pinned = runner.device.type != "cpu"
+    processors = (one(vllm_config, runner.device, pinned) for one in BUILTIN_LOGITS_PROCESSORS)
+    runner.input_batch.logitsprocs = LogitsProcessors(processors)
 
 
 def mend_cpu_expand() -> None:

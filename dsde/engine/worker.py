@@ -21,7 +21,13 @@ from dsde.engine.catchup import CatchUp
 from dsde.engine.drafter import DraftEnded, DraftRecord
 from dsde.engine.transport import PolicyChange, WorkerReport, attach_report, plan_of
 from dsde.engine.verifier import Verifier
-from dsde.engine.vllm_internals import MeasuredRejectionSampler, mend_cpu_expand, require_supported_vllm, tap_drafter
+from dsde.engine.vllm_internals import (
+    MeasuredRejectionSampler,
+    mend_cpu_expand,
+    require_supported_vllm,
+    restore_logits_processors,
+    tap_drafter,
+)
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -42,6 +48,7 @@ class DsdeWorker(_Worker):
             mend_cpu_expand()
         super().init_device()
         if self.vllm_config.speculative_config is not None:
+            restore_logits_processors(self.vllm_config, self.model_runner)
             self._speculation = _Measurement(self.vllm_config, self.model_runner)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
