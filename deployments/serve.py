@@ -340,7 +340,7 @@ def _banner(config: DsdeConfig, ports: _Ports) -> str:
     host = f"[{host}]" if ":" in host else host
     url = f"http://{host}:{ports.http}"
     name = served_name(config)
-    key = "" if config.access.open else " -H \"Authorization: Bearer $DSDE_API_KEY\""
+    key = "" if config.access.open else ' -H "Authorization: Bearer $DSDE_API_KEY"'
     return f"""
 dsde serves {name} with policy {config.speculation.policy}
 

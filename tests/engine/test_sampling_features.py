@@ -1,4 +1,4 @@
-"""What vLLM does not offer together with drafts works without them, beside requests that have some."""
+"""What a request may ask of sampling gives the same with drafts as without, or goes without drafts, in float32."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from dsde.engine.vllm_internals import take_without_drafts
 from tests.engine.conftest import VOCABULARY
 
 BIASED = {3: 4.0, 5: -4.0}
+FEATURES: dict[str, dict[str, Any]] = {
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": -1.0},
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "min_tokens": {"min_tokens": 20},
+    "ignore_eos": {"ignore_eos": True},
+    "max_tokens 1": {"max_tokens": 1},
+    "max_tokens 2": {"max_tokens": 2},
+    "stop_token_ids": {"stop_token_ids": [5]},
+    "allowed_token_ids": {"allowed_token_ids": [2, 3, 4, 7]},
+    "logprobs": {"logprobs": 3},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +45,30 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 def lengths(outputs: list[Any]) -> list[float]:
     return [output.kv_transfer_params["dsde"]["speculation_length"]["mean"] for output in outputs]
+
+
+def logprobs(places: Any) -> list[dict[int, float]]:
+    return [{token: one.logprob for token, one in (place or {}).items()} for place in places or ()]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_gives_the_same_with_drafts(
+    engine: Any, plain_engine: Any, prompts: list[dict[str, list[int]]], feature: str
+) -> None:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(**{"temperature": 0, "max_tokens": 40, "detokenize": False, **FEATURES[feature]})
+    drafted = engine.generate(prompts, parameters, use_tqdm=False)
+    plain = plain_engine.generate(prompts, parameters, use_tqdm=False)
+    assert tokens(drafted) == tokens(plain)
+    assert [one.outputs[0].finish_reason for one in drafted] == [one.outputs[0].finish_reason for one in plain]
+    for ours, theirs in zip(drafted, plain, strict=True):
+        pairs = [(ours.outputs[0].logprobs, theirs.outputs[0].logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)]
+        for measured, expected in pairs:
+            for place, wanted in zip(logprobs(measured), logprobs(expected), strict=True):
+                assert place == pytest.approx(wanted, abs=1e-4)
+    if feature != "max_tokens 1":
+        assert max(lengths(drafted)) > 0
 
 
 @pytest.mark.parametrize(
