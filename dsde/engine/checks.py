@@ -35,7 +35,7 @@ def check_rendering(state: State, client: EngineClient, limits: LimitsConfig) ->
 
     state: as init_app_state() filled it. The requests that are checked raise VLLMValidationError, which is a 400.
     """
-    renderer = state.openai_serving_chat.online_renderer
+    renderer = state.online_renderer
     renderer.render_chat = _checked(renderer.render_chat, client, limits)
     renderer.render_completion = _checked(renderer.render_completion, client, limits)
 
