@@ -15,7 +15,9 @@ from typing import Any
 
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers.online_renderer import ResponsesRenderResult
 from vllm.sampling_params import SamplingParams
 
 from dsde.config import LimitsConfig
@@ -28,6 +30,7 @@ _IGNORED = {
     *("safety_identifier", "service_tier", "store", "verbosity"),
 }
 _LONGEST_ID = 128
+_STRUCTURES = ("structured_outputs", "response_format", "text")
 
 
 def check_rendering(state: State, client: EngineClient, limits: LimitsConfig) -> None:
@@ -38,16 +41,19 @@ def check_rendering(state: State, client: EngineClient, limits: LimitsConfig) ->
     renderer = state.online_renderer
     renderer.render_chat = _checked(renderer.render_chat, client, limits)
     renderer.render_completion = _checked(renderer.render_completion, client, limits)
+    renderer.render_responses = _checked(renderer.render_responses, client, limits)
 
 
 def check_sampling(params: SamplingParams, prompt_ids: list[int] | None, client: EngineClient) -> None:
-    """Raise VLLMValidationError for token ids, and numbers of log-probabilities, that the model does not have.
+    """Raise VLLMValidationError for no prompt, and for token ids and numbers of log-probabilities beyond the model's.
 
     A grammar is not compiled here; check_rendering() has seen to that.
     """
     params.verify(client.model_config, None, None, client.renderer.tokenizer)
     if params.bad_words:
         params.update_from_tokenizer(client.renderer.tokenizer)
+    if prompt_ids is not None and not prompt_ids:
+        raise VLLMValidationError("prompt is empty; accepted: at least one token", parameter="prompt")
     if prompt_ids:
         client.renderer.validate_token_ids(prompt_ids)
 
@@ -64,6 +70,9 @@ def _checked(
         structure = request.extract_structured_outputs()
         if structure is not None:
             await _check_structure(structure, client, field)
+        if isinstance(request, ResponsesRequest) and isinstance(rendered, ResponsesRenderResult):
+            # Its stream begins before the engine client hears of it; a call that nobody reads is checked all the same.
+            client.generate(rendered.engine_input, request.to_sampling_params(1), request.request_id)
         return rendered
 
     return render_checked
@@ -79,6 +88,14 @@ def _check_fields(request: Any) -> None:
             raise VLLMValidationError(
                 f"logit_bias.{token[:64]} = {bias}: accepted: a finite number", parameter="logit_bias"
             )
+    for name in ("messages", "input"):
+        if getattr(request, name, None) == []:
+            raise VLLMValidationError(f"{name} is empty; accepted: at least one message", parameter=name)
+    longest = getattr(request, "max_output_tokens", None)
+    if longest is not None and longest < 1:
+        raise VLLMValidationError(
+            f"max_output_tokens = {longest}: accepted: an integer from 1", parameter="max_output_tokens"
+        )
     if len(request.request_id) > _LONGEST_ID:
         raise VLLMValidationError(
             f"request_id has {len(request.request_id)} characters; accepted: at most {_LONGEST_ID}",
@@ -87,7 +104,7 @@ def _check_fields(request: Any) -> None:
 
 
 def _field_of_structure(request: Any) -> str:
-    given = [name for name in ("structured_outputs", "response_format") if getattr(request, name) is not None]
+    given = [name for name in _STRUCTURES if getattr(request, name, None) is not None]
     return given[0] if given else "tools"
 
 
@@ -102,7 +119,7 @@ async def _check_structure(structure: Any, client: EngineClient, field: str) -> 
 
 
 def _check_size(request: Any, limits: LimitsConfig) -> None:
-    prompts, n = _prompts(getattr(request, "prompt", None)), request.n or 1
+    prompts, n = _prompts(getattr(request, "prompt", None)), getattr(request, "n", None) or 1
     if prompts * n > limits.sequences:
         raise VLLMValidationError(
             f"n = {n} with {prompts} prompt(s): accepted: {limits.sequences} sequences (limits.sequences)",
