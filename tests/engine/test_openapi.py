@@ -1,4 +1,4 @@
-"""Requests made from the OpenAPI document that is served, valid and invalid, against the whole ingress without an engine.
+"""Requests made from the OpenAPI document that is served, valid and not, against the whole ingress without an engine.
 
 Whatever comes, the answer is quick, no defect of the server, and no engine hears of what is refused.
 """
