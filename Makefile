@@ -22,7 +22,7 @@ $(error DEVICE=$(DEVICE) is not known; accepted: cpu, gpu)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test unit lint format proto clean
+.PHONY: help setup run test unit lint audit format proto clean
 
 help: ## say what there is
 	@echo "make TARGET [DEVICE=cpu|gpu] [ARGS='further arguments']"
@@ -45,6 +45,9 @@ lint: $(STAMP) ## check format, lint and types
 	@echo "ruff format" && $(BIN)/ruff format --check --quiet .
 	@echo "ruff check" && $(BIN)/ruff check --quiet .
 	@echo "mypy (a minute without its cache)" && $(BIN)/mypy
+
+audit: $(STAMP) ## ask PyPI for known vulnerabilities of the locked packages
+	@$(BIN)/python locks/audit.py
 
 format: $(STAMP) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
