@@ -1,7 +1,7 @@
 """Ask PyPI for known vulnerabilities of the locked packages: `make audit`. Those of advisories.toml do not apply.
 
-Exits with 1 for a vulnerability that is not listed there or an entry whose day has come. An advisory service that does not
-answer is no finding: that is said, and the exit is 0.
+Exits with 1 for a vulnerability that is not listed there or an entry whose day has come. An advisory service that does
+not answer is no finding: that is said, and the exit is 0.
 """
 
 from __future__ import annotations
