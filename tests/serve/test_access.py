@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import uuid
 from contextlib import suppress
 
 import grpc
@@ -13,11 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deployments.proto.dsde.v1 import inference_pb2 as pb
 from deployments.proto.dsde.v1 import inference_pb2_grpc as pb_grpc
+from tests.collector import Collector
 from tests.serve.conftest import Served, dsde_keys
 from tests.serve.fleet import seconds_until
 
 GUARDED = ["/v1/models", "/v1/chat/completions", "/metrics", "/tokenize", "/invocations", "/openapi.json", "/load", "/"]
 FOLLOWED_TIMEOUT_S = 10
+PATIENCE_S = 30
 SHORT = pb.GenerateRequest(prompt="One, two,", sampling=pb.SamplingParams(max_tokens=2))
 
 
@@ -108,15 +111,31 @@ def test_a_header_over_the_limit_is_refused(served: Served, web: httpx.Client, s
     assert web.get("/v1/models").status_code == 200
 
 
-def test_no_key_and_no_prompt_is_written_anywhere(served: Served, web: httpx.Client) -> None:
-    secret = "a-prompt-that-nobody-logs"
-    web.post("/v1/completions", json={"prompt": secret, "max_tokens": 1})
-    web.post("/v1/completions", json={"prompt": secret, "max_tokens": -1})
-    web.post("/v1/completions", content=f'{{"prompt": "{secret}"', headers={"content-type": "application/json"})
-    call(served, served.key)
-    texts = {path: path.read_text(errors="replace") for path in served.logs()}
-    assert texts
-    assert [path for path, text in texts.items() if secret in text or served.key in text] == []
+def test_no_key_and_no_prompt_is_in_any_log_span_or_error(
+    served: Served, received: Collector, web: httpx.Client
+) -> None:
+    prompt, unknown, trace = "a-prompt-that-nobody-logs", f"dsde_{'0' * 12}_{'a' * 43}", uuid.uuid4().hex
+    secrets = (prompt, unknown, served.key)
+    web.headers["traceparent"] = f"00-{trace}-{uuid.uuid4().hex[:16]}-01"
+    assert web.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).status_code == 200
+    with anonymous(served, Authorization=f"Bearer {unknown}") as stranger:
+        errors = [
+            web.post("/v1/completions", json={"prompt": prompt, "max_tokens": -1}),
+            web.post("/v1/completions", json={"prompt": prompt, "model": "nobody"}),
+            web.post(
+                "/v1/completions", content=f'{{"prompt": "{prompt}"', headers={"content-type": "application/json"}
+            ),
+            stranger.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}),
+        ]
+    assert [error.status_code for error in errors] == [400, 404, 400, 401]
+    assert call(served, served.key) is grpc.StatusCode.OK
+    assert call(served, unknown) is grpc.StatusCode.UNAUTHENTICATED
+    # The last of a request's spans to come is the ingress's.
+    received.wait(lambda: any("completion" in span.name for span in received.trace(trace)), PATIENCE_S, "its spans")
+    written = {path: path.read_text(errors="replace") for path in served.logs()}
+    written |= {"spans": str(received.spans), "errors": " ".join(error.text for error in errors)}
+    assert len(written) > 5
+    assert [(where, secret) for where, text in written.items() for secret in secrets if secret in text] == []
 
 
 @pytest.mark.parametrize("path", ["/api/serve/applications/", "/api/jobs/", "/nodes?view=summary"])
