@@ -130,8 +130,11 @@ def test_no_key_and_no_prompt_is_in_any_log_span_or_error(
     assert [error.status_code for error in errors] == [400, 404, 400, 401]
     assert call(served, served.key) is grpc.StatusCode.OK
     assert call(served, unknown) is grpc.StatusCode.UNAUTHENTICATED
-    # The last of a request's spans to come is the ingress's.
-    received.wait(lambda: any("completion" in span.name for span in received.trace(trace)), PATIENCE_S, "its spans")
+    received.wait(
+        lambda: all(part in str(received.trace(trace)) for part in ("proxy", "OpenAIIngress", "llm_request")),
+        PATIENCE_S,
+        "the spans of a request",
+    )
     written = {path: path.read_text(errors="replace") for path in served.logs()}
     written |= {"spans": str(received.spans), "errors": " ".join(error.text for error in errors)}
     assert len(written) > 5
