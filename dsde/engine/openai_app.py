@@ -44,7 +44,7 @@ async def build_openai_app(
     check_rendering(app.state, client, limits)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _OFFERED]
     # Starlette's own errors, such as those of an unreadable body or an unknown path, in the form of the API's.
-    app.add_exception_handler(HTTPException, http_exception_handler)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, http_exception_handler)
     # vLLM has built it; the first request builds one that has the handler, and the middleware that is yet to come.
     app.middleware_stack = None
     # vLLM's error handler asks this server to exit when its engine has died; ours outlives its engines.
