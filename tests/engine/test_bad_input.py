@@ -311,6 +311,32 @@ def test_what_cannot_be_answered_is_a_4xx_that_says_why(ingress: Ingress, path: 
     ingress.probe()
 
 
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | text,
+    lambda part: st.lists(part) | st.dictionaries(text, part),
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "bad"),
+    [
+        ("/tokenize", "prompt", values.filter(lambda value: not isinstance(value, str))),
+        ("/tokenize", "messages", values.filter(lambda value: value != [])),
+        ("/detokenize", "tokens", values.filter(lambda value: not isinstance(value, list))),
+    ],
+)
+def test_a_value_of_another_kind_is_a_4xx_that_names_its_field(
+    ingress: Ingress, path: str, field: str, bad: st.SearchStrategy[Any]
+) -> None:
+    @settings(many, max_examples=1000)
+    @given(value=bad)
+    def check(value: Any) -> None:
+        refused(ingress, path, {field: value}, field)
+
+    check()
+    ingress.probe()
+
+
 @pytest.mark.parametrize("path", OPERATIONS)
 @pytest.mark.parametrize(
     "body",

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.slow
 
 QUESTIONS = [
     f"{question} {style}"
-    for question in ("Name a river.", "Why is the sky blue?", "Say hello in French.", "What is 17 times 24?")
+    for question in ("Name a river.", "Why is the sky blue?", "What is 17 times 24?")
     for style in ("Be brief.", "Explain.")
 ]
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "length": {"type": "integer"}},
+    "properties": {"name": {"type": "string", "maxLength": 12}, "length": {"enum": [1, 2, 3]}},
     "required": ["name", "length"],
     "additionalProperties": False,
 }
@@ -79,6 +79,12 @@ def drafting(target: str) -> Iterator[Any]:
     shut_down(engine)
 
 
+@pytest.fixture(scope="module")
+def without(plain: Any) -> list[Any]:
+    """The answers to a request for nothing special."""
+    return ask(plain)
+
+
 def ask(engine: Any, **wanted: Any) -> list[Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -86,7 +92,7 @@ def ask(engine: Any, **wanted: Any) -> list[Any]:
     if "structured_outputs" in wanted:
         wanted["structured_outputs"] = StructuredOutputsParams(**wanted["structured_outputs"])
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    return engine.chat(chats, SamplingParams(**{"max_tokens": 40, "temperature": 0, **wanted}), use_tqdm=False)
+    return engine.chat(chats, SamplingParams(**{"max_tokens": 32, "temperature": 0, **wanted}), use_tqdm=False)
 
 
 def answers(outputs: list[Any]) -> list[tuple[Any, ...]]:
@@ -102,14 +108,16 @@ def drafted(outputs: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_gives_the_same_text_with_drafts(drafting: Any, plain: Any, feature: str) -> None:
+def test_a_feature_gives_the_same_text_with_drafts(drafting: Any, plain: Any, without: list[Any], feature: str) -> None:
     ours, theirs = ask(drafting, **FEATURES[feature]), ask(plain, **FEATURES[feature])
     assert answers(ours) == answers(theirs)
-    # It does something here, and drafts were made.
-    assert answers(theirs) != answers(ask(plain))
-    assert max(drafted(ours)) > 0
+    # It does something here, and drafts were made, but for one of three words.
+    assert answers(theirs) != answers(without)
+    assert max(drafted(ours)) > 0 or feature == "choice"
     if feature == "json":
-        assert all(set(json.loads(one.outputs[0].text)) == set(SCHEMA["properties"]) for one in ours)
+        whole = [json.loads(one.outputs[0].text) for one in ours if one.outputs[0].finish_reason == "stop"]
+        assert [set(one) for one in whole] == [set(SCHEMA["properties"])] * len(whole)
+        assert whole
 
 
 def test_several_sampled_answers_without_drafts_are_those_of_the_plain_engine(drafting: Any, plain: Any) -> None:
