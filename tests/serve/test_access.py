@@ -111,6 +111,15 @@ def test_a_header_over_the_limit_is_refused(served: Served, web: httpx.Client, s
     assert web.get("/v1/models").status_code == 200
 
 
+def test_metadata_over_the_limit_is_refused(served: Served) -> None:
+    with served.channel(("grpc.max_metadata_size", 2**24), ("grpc.absolute_max_metadata_size", 2**24)) as channel:
+        stub = pb_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Generate(SHORT, timeout=30, metadata=(("x-long", "x" * 2**20),))
+        assert refused.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        assert stub.Generate(SHORT, timeout=60).finish_reason
+
+
 def test_no_key_and_no_prompt_is_in_any_log_span_or_error(
     served: Served, received: Collector, web: httpx.Client
 ) -> None:
