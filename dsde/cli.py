@@ -538,6 +538,8 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     config = _configuration(options)
+    # Read when Ray is imported: a Ray without other machines keeps its own ports on loopback, on Linux too.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     from dsde.access.gate import Gate, check_access
 
     check_access(config)

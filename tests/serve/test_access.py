@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import grpc
 import httpx
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -153,3 +154,15 @@ def test_no_key_and_no_prompt_is_in_any_log_span_or_error(
 @pytest.mark.parametrize("path", ["/api/serve/applications/", "/api/jobs/", "/nodes?view=summary"])
 def test_ray_s_dashboard_asks_for_a_token(served: Served, path: str) -> None:
     assert httpx.get(f"{served.dashboard}{path}", trust_env=False, timeout=30).status_code == 401
+
+
+def test_nothing_listens_beyond_this_machine(served: Served) -> None:
+    server = psutil.Process(served.pid)
+    listening = [
+        (process.name(), one.laddr.ip, one.laddr.port)
+        for process in (server, *server.children(recursive=True))
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) > 5
+    assert [each for each in listening if each[1] not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")] == []
