@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 import ray
 from ray import serve
