@@ -6,6 +6,8 @@ VENV ?= .venv
 ARGS ?=
 SEED ?= 1
 MINUTES ?= 20
+# Who may ask: anyone on this machine. For others: ACCESS='--keys keys.json', which `dsde keys` makes.
+ACCESS ?= --open
 
 BIN := $(VENV)/bin
 LOCKS := locks/$(DEVICE).lock.txt locks/dev.lock.txt
@@ -22,7 +24,7 @@ $(error DEVICE=$(DEVICE) is not known; accepted: cpu, gpu)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test chaos unit lint format proto clean
+.PHONY: help setup run test chaos unit lint audit format proto clean
 
 help: ## say what there is
 	@echo "make TARGET [DEVICE=cpu|gpu] [ARGS='further arguments']"
@@ -32,7 +34,7 @@ setup: $(STAMP) ## make the virtual environment from the lock
 
 run: $(STAMP) ## serve the embedded pair on port 8000 until Ctrl-C
 	@$(BIN)/dsde models prepare embedded
-	@exec $(BIN)/dsde serve --device $(DEVICE) $(REPLICAS) $(ARGS)
+	@exec $(BIN)/dsde serve --device $(DEVICE) $(REPLICAS) $(ACCESS) $(ARGS)
 
 test: $(STAMP) ## run every test
 	@$(BIN)/dsde models prepare all
@@ -49,6 +51,9 @@ lint: $(STAMP) ## check format, lint and types
 	@echo "ruff format" && $(BIN)/ruff format --check --quiet .
 	@echo "ruff check" && $(BIN)/ruff check --quiet .
 	@echo "mypy (a minute without its cache)" && $(BIN)/mypy
+
+audit: $(STAMP) ## ask PyPI for known vulnerabilities of the locked packages
+	@$(BIN)/python locks/audit.py
 
 format: $(STAMP) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

@@ -15,6 +15,7 @@ from ray.serve import Application, Deployment
 from deployments.ingress import OpenAIIngress
 from deployments.replica import EngineReplica
 from deployments.router import router_config
+from dsde.access.gate import check_access
 from dsde.config import DsdeConfig, from_values
 from dsde.engine.plugin import engine_environment
 from dsde.telemetry.setup import check_environment, replica_environment
@@ -29,6 +30,7 @@ def build_app(args: Mapping[str, Any] | DsdeConfig) -> Application:
     Raises ValueError naming the setting, its value and what is accepted.
     """
     config = configuration(args)
+    check_access(config)
     check_environment(config.telemetry)
     environment = engine_environment(config) | replica_environment()
     # A type checker sees the classes, not the deployments that the decorators make of them.

@@ -47,6 +47,8 @@ class OpenAIIngress(InferenceService):
         self._queued = 0
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
+        from dsde.access.asgi import GateMiddleware
+        from dsde.access.gate import Gate
         from dsde.engine.generation import TextGeneration
         from dsde.engine.openai_app import build_openai_app
         from dsde.engine.plugin import served_name
@@ -66,8 +68,12 @@ class OpenAIIngress(InferenceService):
             max_retries=2 * self._config.serving.max_ongoing_requests,
             record_content=self._config.telemetry.record_content,
         )
-        app = await build_openai_app(client, served_name(self._config), self._config.serving.tool_call_parser)
-        self.offer(TextGeneration(client, app.state), self._config.speculation.max_length)
+        app = await build_openai_app(
+            client, served_name(self._config), self._config.serving.tool_call_parser, self._config.limits
+        )
+        gate = Gate.of(self._config)
+        app.add_middleware(GateMiddleware, gate=gate)
+        self.offer(TextGeneration(client, app.state), gate, self._config.speculation.max_length)
         return app
 
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:

@@ -238,7 +238,7 @@ def _start_ray(config: DsdeConfig, ports: _Ports) -> None:
     # A replica that is killed takes its engine's process, and the memory that holds, with it.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     # Serve's proxy runs in no runtime environment of an application.
-    os.environ.update(proxy_environment(config.serving) | serve_environment(config.telemetry))
+    os.environ.update(proxy_environment(config) | serve_environment(config.telemetry))
     ray.init(
         address="local",
         num_cpus=math.ceil(_cores(config)),
@@ -340,6 +340,7 @@ def _banner(config: DsdeConfig, ports: _Ports) -> str:
     host = f"[{host}]" if ":" in host else host
     url = f"http://{host}:{ports.http}"
     name = served_name(config)
+    key = "" if config.access.open else ' -H "Authorization: Bearer $DSDE_API_KEY"'
     return f"""
 dsde serves {name} with policy {config.speculation.policy}
 
@@ -350,7 +351,7 @@ dsde serves {name} with policy {config.speculation.policy}
   Prometheus     http://127.0.0.1:{ports.metrics}/metrics
   Ray address    {ray.get_runtime_context().gcs_address}
 
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
     -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
 
   {_command()} client --grpc --address {host}:{ports.grpc} "What is speculative decoding?"

@@ -50,6 +50,7 @@ _SERVING_OPTIONS = {
     "--port": _Option("serving.port", "PORT", "HTTP port"),
     "--grpc-port": _Option("serving.grpc_port", "PORT", "gRPC port"),
     "--dashboard-port": _Option("serving.dashboard_port", "PORT", "port of the Ray dashboard, on loopback"),
+    "--keys": _Option("access.keys_file", "FILE", "API keys, made by `dsde keys`"),
 }
 
 
@@ -191,6 +192,23 @@ null was left out, recovered_s is the time until as many engine processes ran as
 """
 
 
+_KEYS = """\
+Make, list and revoke API keys. A server that was started with --keys FILE follows the file: a change holds within a
+second, without a restart. The file has hashes, so a key is shown once, when it is made. To rotate one, add another of
+the same name, hand it out, then revoke the old.
+"""
+_KEYS_EXAMPLES = """\
+examples:
+  dsde keys add alice --file keys.json
+  dsde keys add batch --file keys.json --tokens-per-minute 60000 --concurrency 16 --expires 2027-06-30
+  dsde serve --keys keys.json
+  curl -H "Authorization: Bearer $KEY" http://127.0.0.1:8000/v1/models
+  DSDE_API_KEY=$KEY dsde client "Name three rivers."
+  dsde keys list --file keys.json
+  dsde keys revoke 3f09c2d71ab4 --file keys.json
+"""
+
+
 _TOP_EXAMPLES = """\
 examples:
   dsde top
@@ -236,7 +254,23 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: dsde serve --pair embedded --policy static --set speculation.settings.length=3",
     )
     _add_settings(serve, _OPTIONS | _SERVING_OPTIONS)
+    serve.add_argument(
+        "--open",
+        dest="access.open",
+        action="store_const",
+        const=True,
+        help="serve this machine without keys [access.open]",
+    )
     serve.set_defaults(command=_serve)
+
+    keys = commands.add_parser(
+        "keys",
+        help="make, list and revoke API keys",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_KEYS,
+        epilog=_KEYS_EXAMPLES,
+    )
+    _add_keys(keys)
 
     top = commands.add_parser(
         "top",
@@ -347,6 +381,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add = actions.add_parser("add", help="make a key and print it", description="Make a key and print it, once.")
+    add.add_argument("name", metavar="NAME", help="whose it is, as `dsde keys list` will show it")
+    # Values stay text: dsde.access.session checks them and names the option.
+    add.add_argument("--expires", metavar="DATE", help="refused from then on, as in 2027-06-30 or 2027-06-30T12:00Z")
+    add.add_argument("--requests-per-minute", metavar="N", help="default: limits.requests_per_minute of the server")
+    add.add_argument("--tokens-per-minute", metavar="N", help="prompt and answer; default: limits.tokens_per_minute")
+    add.add_argument("--concurrency", metavar="N", help="requests at a time; default: limits.concurrency")
+    add.set_defaults(command=_keys_add)
+    listing = actions.add_parser("list", help="list the keys", description="List the keys: id, name, limits.")
+    listing.set_defaults(command=_keys_list)
+    revoke = actions.add_parser("revoke", help="end a key", description="End a key; running requests go on.")
+    revoke.add_argument("id", metavar="ID", help="its id, or the key itself")
+    revoke.set_defaults(command=_keys_revoke)
+    for action in (add, listing, revoke):
+        action.add_argument("--file", type=Path, default=Path("keys.json"), metavar="FILE", help="key file (keys.json)")
+
+
 def _add_client(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the question")
     what = parser.add_argument_group("what is asked", "what is not given is the server's choice")
@@ -358,7 +411,7 @@ def _add_client(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--grpc", action="store_true", help="ask over gRPC instead of HTTP")
     where.add_argument("--url", metavar="URL", help="HTTP server (http://127.0.0.1:8000)")
     where.add_argument("--address", metavar="HOST:PORT", help="gRPC server (127.0.0.1:9000)")
-    where.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (VLLM_API_KEY)")
+    where.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (DSDE_API_KEY)")
     how = parser.add_argument_group("how it is shown")
     how.add_argument(
         "--stream", action=argparse.BooleanOptionalAction, default=True, help="show tokens as they come (default)"
@@ -474,7 +527,7 @@ def _add_loadtest(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--protocol", metavar="NAME", help="http, grpc or mixed (http; --quick: mixed)")
     where.add_argument("--url", metavar="URL", help="HTTP server (http://127.0.0.1:8000)")
     where.add_argument("--address", metavar="HOST:PORT", help="gRPC server (127.0.0.1:9000)")
-    where.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (VLLM_API_KEY)")
+    where.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (DSDE_API_KEY)")
     result = parser.add_argument_group("what becomes of it, besides a table")
     result.add_argument("--report", type=Path, metavar="DIR", help="write the report, the records and the figures")
     result.add_argument("--slo-ttft", metavar="MS", default="2000", help="time to first token of a good answer (2000)")
@@ -532,6 +585,12 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     config = _configuration(options)
+    # Read when Ray is imported: a Ray without other machines keeps its own ports on loopback, on Linux too.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    from dsde.access.gate import Gate, check_access
+
+    check_access(config)
+    Gate.of(config)
     from dsde.engine.plugin import model_paths
     from dsde.models.check import check_memory, check_models
 
@@ -541,6 +600,25 @@ def _serve(options: argparse.Namespace) -> int:
     from deployments.serve import run
 
     return int(run(config) or 0)
+
+
+def _keys_add(options: argparse.Namespace) -> int:
+    from dsde.access.session import add
+
+    limits = (options.requests_per_minute, options.tokens_per_minute, options.concurrency)
+    return add(options.file, options.name, options.expires, *limits)
+
+
+def _keys_list(options: argparse.Namespace) -> int:
+    from dsde.access.session import show
+
+    return show(options.file)
+
+
+def _keys_revoke(options: argparse.Namespace) -> int:
+    from dsde.access.session import revoke
+
+    return revoke(options.file, options.id)
 
 
 def _top(options: argparse.Namespace) -> int:
@@ -602,7 +680,7 @@ def _client(options: argparse.Namespace) -> int:
 
         where = options.url or "http://127.0.0.1:8000"
     question = Question(options.prompt, options.system, options.max_tokens, options.temperature, options.policy)
-    api_key = options.api_key or os.environ.get("VLLM_API_KEY")
+    api_key = options.api_key or os.environ.get("DSDE_API_KEY")
     return run(ask, question, where, api_key, options.stream, options.json)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 __all__ = [
+    "AccessConfig",
     "DsdeConfig",
     "EngineConfig",
+    "LimitsConfig",
     "ModelConfig",
     "ServingConfig",
     "SpeculationConfig",
@@ -119,8 +121,41 @@ class ServingConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(9000, ge=0, le=65535, description="gRPC port, on the same host")
-    grpc_max_message_mib: int = Field(4, ge=1, le=1024, description="largest gRPC message, either way, in MiB")
     dashboard_port: int = Field(8265, ge=0, le=65535, description="Ray dashboard, on loopback only")
+
+
+class AccessConfig(_Section):
+    """Who may ask: those with an API key, or, where that is said, anyone on this machine."""
+
+    keys_file: Path | None = Field(None, description="API keys, made by `dsde keys`; followed while serving")
+    open: bool = Field(False, description="serve without keys, to this machine only")
+
+    @field_validator("keys_file")
+    @classmethod
+    def _found_from_anywhere(cls, path: Path | None) -> Path | None:
+        # Whoever reads it may run in another folder.
+        return None if path is None else path.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> AccessConfig:
+        if self.open and self.keys_file is not None:
+            raise ValueError(f"access.open = true and access.keys_file = {self.keys_file}: accepted is one of them")
+        return self
+
+
+class LimitsConfig(_Section):
+    """What one request, and one API key, may use. A key's own limits go before those here."""
+
+    message_mib: int = Field(4, ge=1, le=1024, description="largest HTTP body and gRPC message, in MiB")
+    header_kib: int = Field(32, ge=1, le=1024, description="longest HTTP header, path included, in KiB")
+    body_s: float = Field(60.0, gt=0, description="longest time in which an HTTP body arrives, in seconds")
+    sequences: int = Field(64, ge=1, description="prompts of one request times n")
+    grammar_kib: int = Field(64, ge=1, le=1024, description="longest schema, regex or grammar of one request, in KiB")
+    requests_per_minute: int | None = Field(None, ge=1, description="requests of one key; null: no limit")
+    tokens_per_minute: int | None = Field(None, ge=1, description="tokens of one key, prompts included; null: no limit")
+    concurrency: int | None = Field(
+        None, ge=1, description="requests of one key at a time; default: as many as the replicas take"
+    )
 
 
 class TelemetryConfig(_Section):
@@ -141,6 +176,8 @@ class DsdeConfig(BaseSettings):
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
     serving: ServingConfig = ServingConfig()
+    access: AccessConfig = AccessConfig()
+    limits: LimitsConfig = LimitsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @classmethod

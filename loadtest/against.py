@@ -152,6 +152,7 @@ def ours(config: DsdeConfig, scratch: Path) -> Server:
     """`dsde serve` with one replica, on free ports."""
     section = config.model_dump(mode="json")
     section["serving"] |= {"replicas": 1, "port": 0, "grpc_port": 0, "dashboard_port": 0}
+    section["access"] = {"open": True}
     # JSON is YAML too.
     file = scratch / "dsde.yaml"
     file.write_text(json.dumps(section))

@@ -83,7 +83,7 @@ def options(given: argparse.Namespace) -> Options:
         timeout_s=positive("--timeout", str(text["timeout"])),
         url=given.url or URL,
         address=given.address or ADDRESS,
-        api_key=given.api_key or os.environ.get("VLLM_API_KEY"),
+        api_key=given.api_key or os.environ.get("DSDE_API_KEY"),
         slo=Slo(positive("--slo-ttft", given.slo_ttft), positive("--slo-tpot", given.slo_tpot)),
         minutes=positive("--minutes", given.minutes),
         rounds=whole("--rounds", given.rounds, 1, 100),

@@ -1,4 +1,4 @@
-"""Serve's proxy as the gRPC server: its services, its message size, its address, its last words."""
+"""Serve's proxy, made fit for callers nobody knows: its services, its bounds, its address, its last words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from dsde.config import ServingConfig
+from dsde.config import DsdeConfig, LimitsConfig
 
 __all__ = ["grpc_options", "prepare_proxy", "proxy_environment"]
 
@@ -18,6 +18,8 @@ _SERVICERS = [
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 ]
 _HOST = "DSDE_GRPC_HOST"
+# The settings of these names, where the environment has them anyway.
+_LIMITS = {name: f"DSDE_LIMITS__{name.upper()}" for name in ("message_mib", "header_kib", "body_s")}
 
 
 def grpc_options(port: int) -> dict[str, Any]:
@@ -25,12 +27,13 @@ def grpc_options(port: int) -> dict[str, Any]:
     return {"port": port, "grpc_servicer_functions": _SERVICERS, "enable_reflection": True}
 
 
-def proxy_environment(serving: ServingConfig) -> dict[str, str]:
-    """Environment in which Ray must start: what Serve's gRPC proxy reads from there and from nowhere else."""
+def proxy_environment(config: DsdeConfig) -> dict[str, str]:
+    """Environment in which Ray must start: what Serve's proxy reads from there and from nowhere else."""
     return {
-        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(serving.grpc_max_message_mib * 2**20),
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(config.limits.message_mib * 2**20),
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.{prepare_proxy.__name__}",
-        _HOST: serving.host,
+        _HOST: config.serving.host,
+        **{variable: f"{getattr(config.limits, name):g}" for name, variable in _LIMITS.items()},
     }
 
 
@@ -38,14 +41,21 @@ def prepare_proxy() -> list[Any]:
     """Called by Serve in its proxy before the servers start.
 
     Serve binds gRPC to every address and tells a client the text of any exception, addresses and paths included. Here
-    it binds where HTTP does, and says of what nobody foresaw only that it happened. Returns the HTTP middlewares that
-    Serve asks for: none.
+    it binds where HTTP does, and says of what nobody foresaw only that it happened. Serve also takes in a request of
+    any size before it hands it on, so the bounds of `limits` are kept here. Returns the HTTP middlewares that do.
     """
     from ray.serve._private import default_impl, proxy
+    from starlette.middleware import Middleware
+
+    from deployments.header import bound_header
+    from dsde.access.bounds import Bounds
 
     default_impl.add_grpc_address = _bound_to(os.environ[_HOST])
     proxy.get_grpc_response_status = _discreet(proxy.get_grpc_response_status)
-    return []
+    given = {name: os.environ[held] for name, held in _LIMITS.items() if held in os.environ}
+    limits = LimitsConfig.model_validate(given)
+    bound_header(limits.header_kib * 2**10)
+    return [Middleware(Bounds, limits=limits)]
 
 
 def _bound_to(host: str) -> Callable[[Any, str], None]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from grpc_health.v1 import health_pb2
 
@@ -14,6 +15,7 @@ from deployments.proto.dsde.v1 import inference_pb2 as pb
 from deployments.rpc.answer import Answer
 from deployments.rpc.request import field_at_fault, openai_body
 from deployments.rpc.status import Context, set_status
+from dsde.access.gate import Admission, Gate
 from dsde.engine.refusal import RequestRefused
 
 if TYPE_CHECKING:
@@ -32,9 +34,10 @@ _Serving = health_pb2.HealthCheckResponse
 class InferenceService:
     """Mixed into a deployment, which calls offer() before the first call arrives."""
 
-    def offer(self, generation: TextGeneration, max_length: int) -> None:
-        """Serve `generation`; max_length: longest speculation length in draft tokens."""
+    def offer(self, generation: TextGeneration, gate: Gate, max_length: int) -> None:
+        """Serve `generation` behind `gate`; max_length: longest speculation length in draft tokens."""
         self._generation = generation
+        self._gate = gate
         self._max_length = max_length
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Context) -> pb.GenerateResponse:
@@ -55,46 +58,56 @@ class InferenceService:
 
     async def GetModel(self, request: pb.GetModelRequest, grpc_context: Context) -> pb.GetModelResponse:
         """What is served."""
-        try:
-            self._generation.authorize(_headers(grpc_context))
-        except RequestRefused as refused:
-            set_status(grpc_context, refused.status, refused.message)
-            return pb.GetModelResponse()
         from dsde.engine.options import choosable_policies
 
-        return pb.GetModelResponse(
-            name=self._generation.model_name,
-            max_model_len=self._generation.max_model_len,
-            vocab_size=self._generation.vocab_size,
-            max_speculation_length=self._max_length,
-            policies=choosable_policies(self._max_length),
-        )
+        try:
+            with self._enter(grpc_context):
+                return pb.GetModelResponse(
+                    name=self._generation.model_name,
+                    max_model_len=self._generation.max_model_len,
+                    vocab_size=self._generation.vocab_size,
+                    max_speculation_length=self._max_length,
+                    policies=choosable_policies(self._max_length),
+                )
+        except RequestRefused as refused:
+            set_status(grpc_context, refused.status, refused.message, retry_after_s=refused.retry_after_s)
+            return pb.GetModelResponse()
 
     async def _messages(
         self, request: pb.GenerateRequest, context: Context, stream: bool
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The messages of an answer; one that fails ends in an empty message, which carries its status."""
         try:
-            headers = _headers(context)
-            self._generation.authorize(headers)
-            generation = await self._generation.start(openai_body(request, stream), headers)
-            top = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
-            answer = Answer(generation.request_id, self._generation.model_name, generation.num_prompt_tokens, top)
-            async with aclosing(generation.outputs) as outputs:
-                async for output in outputs:
-                    message = answer.message(output)
-                    if message is not None:
-                        yield message
+            with self._enter(context):
+                generation = await self._generation.start(openai_body(request, stream), _headers(context))
+                top = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
+                answer = Answer(generation.request_id, self._generation.model_name, generation.num_prompt_tokens, top)
+                async with aclosing(generation.outputs) as outputs:
+                    async for output in outputs:
+                        message = answer.message(output)
+                        if message is not None:
+                            yield message
         except RequestRefused as refused:
             if refused.status == 500:
                 logger.error("gRPC request %s failed", request.request_id or "without id", exc_info=refused.__cause__)
             field, text = field_at_fault(request, refused) if refused.status in (400, 422) else (None, refused.message)
-            set_status(context, refused.status, text, field)
+            set_status(context, refused.status, text, field, refused.retry_after_s)
             yield pb.GenerateResponse()
         except Exception:
             logger.exception("gRPC request %s failed", request.request_id or "without id")
             set_status(context, 500, "internal error; the server's log says more")
             yield pb.GenerateResponse()
+
+    def _enter(self, context: Context) -> Admission:
+        metadata = context.invocation_metadata()
+        sent = [value for name, value in metadata if name == "authorization"]
+        # ipv4:127.0.0.1:50000 or ipv6:[::1]:50000, the brackets in per cent signs.
+        peer = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
+        # Who is behind a proxy on this machine is not on it; over HTTP uvicorn has seen to that.
+        forwarded = [value for name, value in metadata if name == "x-forwarded-for"]
+        if forwarded:
+            peer = forwarded[-1].rpartition(",")[2].strip()
+        return self._gate.enter(sent[0] if len(sent) == 1 else None, peer)
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context

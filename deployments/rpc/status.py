@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.rpc.error_details_pb2 import BadRequest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
 __all__ = ["Context", "set_status"]
@@ -14,6 +16,7 @@ __all__ = ["Context", "set_status"]
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -29,6 +32,8 @@ class Context(Protocol):
 
     def invocation_metadata(self) -> list[tuple[str, str]]: ...
 
+    def peer(self) -> str: ...
+
     def set_code(self, code: grpc.StatusCode) -> None: ...
 
     def set_details(self, details: str) -> None: ...
@@ -36,8 +41,12 @@ class Context(Protocol):
     def set_trailing_metadata(self, trailing_metadata: list[tuple[str, bytes]]) -> None: ...
 
 
-def set_status(context: Context, http_status: int, text: str, field: str | None = None) -> None:
-    """End the call with HTTP's status in gRPC's terms; a `field` at fault stands in a BadRequest among the details.
+def set_status(
+    context: Context, http_status: int, text: str, field: str | None = None, retry_after_s: float | None = None
+) -> None:
+    """End the call with HTTP's status in gRPC's terms.
+
+    Among the details a `field` at fault stands in a BadRequest, the time after which to try again in a RetryInfo.
 
     The method must return or yield a message afterwards: Serve carries the status with it. It would carry one by an
     exception too, but without the details, and with a traceback in the log for every bad request.
@@ -47,10 +56,15 @@ def set_status(context: Context, http_status: int, text: str, field: str | None 
         text = text[: _LONGEST_TEXT - 3] + "..."
     context.set_code(code)
     context.set_details(text)
+    details: list[Message] = []
     if field is not None:
+        details.append(BadRequest(field_violations=[BadRequest.FieldViolation(field=field, description=text)]))
+    if retry_after_s is not None:
+        delay = Duration()
+        delay.FromMilliseconds(math.ceil(retry_after_s * 1e3))
+        details.append(RetryInfo(retry_delay=delay))
+    if details:
         status = Status(code=code.value[0], message=text)
-        violation = BadRequest.FieldViolation(field=field, description=text)
-        detail = AnyMessage()
-        detail.Pack(BadRequest(field_violations=[violation]))
-        status.details.append(detail)
+        for one in details:
+            status.details.add().Pack(one)
         context.set_trailing_metadata([("grpc-status-details-bin", status.SerializeToString())])

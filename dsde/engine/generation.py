@@ -13,8 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from pydantic import ValidationError
-from starlette.datastructures import Headers, State
-from vllm import envs
+from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -22,7 +21,6 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
@@ -66,8 +64,6 @@ class TextGeneration:
         self._models = state.openai_serving_models
         self._chat = state.openai_serving_chat
         self._completion = state.openai_serving_completion
-        keys = [key for key in (state.args.api_key or [envs.VLLM_API_KEY]) if key]
-        self._authentication = AuthenticationMiddleware(state, keys) if keys else None
 
     @property
     def model_name(self) -> str:
@@ -83,11 +79,6 @@ class TextGeneration:
     def vocab_size(self) -> int:
         """Size of the model's vocabulary in tokens."""
         return int(self._client.model_config.get_vocab_size())
-
-    def authorize(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused (401) where the OpenAI API would: an API key is set and `headers` do not carry it."""
-        if self._authentication and not self._authentication.verify_token(Headers(dict(headers))):
-            raise RequestRefused(HTTPStatus.UNAUTHORIZED, "authorization: accepted is 'Bearer ' and the API key")
 
     async def healthy(self) -> bool:
         """Whether an engine can answer."""

@@ -26,7 +26,7 @@ from dsde.engine.plugin import engine_arguments
 from dsde.engine.routing import RoutingRecord
 from dsde.engine.stat_logger import EngineLoad
 from dsde.engine.transport import EMITTED_KEY, FIGURES_KEY
-from dsde.engine.vllm_internals import continue_texts, end_engine
+from dsde.engine.vllm_internals import continue_texts, end_engine, take_without_drafts
 from dsde.routing.stats import ReplicaStats
 from dsde.telemetry.setup import Telemetry
 from dsde.telemetry.tracing import headers_of
@@ -83,6 +83,7 @@ class LocalEngine:
         deadline = StepDeadline(math.inf if silent else config.engine.step_timeout_s)
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
+            take_without_drafts(engine.input_processor)
             return cls(engine, load, routing, deadline, name, telemetry)
         except Exception as error:
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error

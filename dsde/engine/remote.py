@@ -6,6 +6,7 @@ reaches an engine is its own affair. Token ids and sampling parameters cross, te
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,9 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
+from dsde.access.gate import Admission, admission
 from dsde.engine.call import EnginesFull, EngineUnavailable, Generate, GenerateCall
+from dsde.engine.checks import check_sampling
 from dsde.engine.failover import Failover
 from dsde.engine.figures import attach_figures
 from dsde.engine.hint import with_hint
@@ -83,8 +86,8 @@ class RemoteEngineClient(EngineClient):
         """Check the request at once, then stream its outputs.
 
         Not a coroutine: a refused option must raise before a streaming answer has sent its status. Raises
-        VLLMValidationError for a bad `dsde_*` option, a bad hint in a header or a cache-transfer parameter, TypeError
-        for a prompt that vLLM's renderer did not make.
+        VLLMValidationError for a bad `dsde_*` option, a bad hint in a header, a cache-transfer parameter or a token id
+        that the model lacks, TypeError for a prompt that vLLM's renderer did not make.
         """
         sampling_params.extra_args = with_hint(sampling_params.extra_args)
         parse(sampling_params.extra_args, self._max_length)
@@ -93,6 +96,7 @@ class RemoteEngineClient(EngineClient):
                 raise VLLMValidationError(f"{field} is not accepted: these engines share no cache", parameter=field)
         if not isinstance(prompt, dict) or "type" not in prompt:
             raise TypeError(f"prompt is a {type(prompt).__name__}: a remote engine takes the renderer's engine inputs")
+        check_sampling(sampling_params, prompt.get("prompt_token_ids"), self)
         call = GenerateCall(
             prompt={key: value for key, value in prompt.items() if key != "prompt"},
             sampling_params=sampling_params,
@@ -104,10 +108,13 @@ class RemoteEngineClient(EngineClient):
             reasoning_ended=reasoning_ended,
             reasoning_parser_kwargs=reasoning_parser_kwargs,
         )
-        return self._stream(call, prompt_text or prompt.get("prompt"))
+        return self._stream(call, prompt_text or prompt.get("prompt"), admission())
 
-    async def _stream(self, call: GenerateCall, prompt_text: str | None) -> AsyncGenerator[RequestOutput, None]:
+    async def _stream(
+        self, call: GenerateCall, prompt_text: str | None, admitted: Admission
+    ) -> AsyncGenerator[RequestOutput, None]:
         prompt_ids = call.prompt.get("prompt_token_ids")
+        admitted.charge(len(prompt_ids or ()))
         span = self._span(call)
         span.prompt(len(prompt_ids or ()), prompt_text)
         outputs = self._generate(replace(call, trace_headers=span.headers or None))
@@ -121,6 +128,7 @@ class RemoteEngineClient(EngineClient):
                     break
                 output.prompt = prompt_text
                 output.prompt_token_ids = prompt_ids
+                admitted.charge(sum(len(answer.token_ids) for answer in output.outputs))
                 trace_output(span, output, call.sampling_params)
                 attach_figures(output, self._max_length)
                 yield output
@@ -133,6 +141,8 @@ class RemoteEngineClient(EngineClient):
         except BaseException as raised:
             # A generator that is closed after the last output has not failed.
             error = None if isinstance(raised, GeneratorExit) and span.finished else raised
+            if isinstance(error, GeneratorExit | CancelledError):
+                admitted.charge(_unseen(call.sampling_params))
             raise
         finally:
             span.end(error)
@@ -243,6 +253,11 @@ def trace_output(span: RequestSpan, output: RequestOutput, sampling: SamplingPar
     carried = output.kv_transfer_params
     if output.finished and sampling.n == 1 and carried and FIGURES_KEY in carried:
         span.figures(carried[FIGURES_KEY], carried.get(EVENTS_KEY, ()))
+
+
+def _unseen(params: SamplingParams) -> int:
+    """Tokens to count for a request that its client dropped: all that it could have had, where none was seen."""
+    return (params.max_tokens or 0) * params.n if params.output_kind is RequestOutputKind.FINAL_ONLY else 0
 
 
 def _refused(call: str) -> NotImplementedError:

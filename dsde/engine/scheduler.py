@@ -214,8 +214,9 @@ class _Speculation(Scheduler):
         return ready
 
     def _may_draft(self, request: Request) -> bool:
-        """Whether drafts leave this request's distribution as it is."""
-        return True
+        """Whether drafts leave this request's distribution as it is; vLLM's verification knows neither of these two."""
+        params = request.sampling_params
+        return params is None or not (params.min_p or params.logit_bias)
 
     def _room(self, request: Request, in_flight: int) -> int:
         """Draft tokens this request can still use: the answer's remaining tokens, less the bonus token."""
@@ -263,7 +264,7 @@ class DsdeScheduler(_Speculation):
         # vLLM drops the drafts that a grammar forbids, which depends on the very tokens drawn: at a temperature above 0
         # what replaces them would not follow the target's distribution.
         sampled = request.sampling_params is not None and request.sampling_params.temperature > 0
-        return not (request.use_structured_output and sampled)
+        return super()._may_draft(request) and not (request.use_structured_output and sampled)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         ids = draft_token_ids.req_ids

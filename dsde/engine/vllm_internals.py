@@ -1,7 +1,8 @@
 """Where vLLM's own functions are wrapped or replaced, pinned to the version this was written for.
 
-Five things have no switch: the logits a rejection sampler verifies with, the logits a drafter samples from, the output
-that a new request brings along, the text of that output, and a fault of the CPU build. Scheduler, worker and catch-up
+Six things have no switch: the logits a rejection sampler verifies with, the logits a drafter samples from, the output
+that a new request brings along, the text of that output, the refusal of min_p and logit_bias by an engine that
+speculates, and a fault of the CPU build. Scheduler, worker and catch-up
 besides override or read private methods and fields of what they extend; tests/engine/test_internals.py names them and
 fails when one moves.
 """
@@ -22,6 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample import rejection_sampler as vllm_rejection_sampler
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -37,6 +39,8 @@ __all__ = [
     "end_engine",
     "mend_cpu_expand",
     "require_supported_vllm",
+    "restore_logits_processors",
+    "take_without_drafts",
     "tap_drafter",
 ]
 
@@ -185,6 +189,24 @@ def end_engine(engine: AsyncLLM) -> None:
         with suppress(psutil.NoSuchProcess):
             for process in (*psutil.Process(core.pid).children(recursive=True), core):
                 process.kill()
+
+
+def take_without_drafts(input_processor: Any) -> None:
+    """Let an engine that speculates take requests with min_p or logit_bias, which the scheduler leaves without drafts.
+
+    vLLM refuses them where a speculative_config is set, for the sake of a verification that would not know them.
+    """
+    input_processor.speculative_config = None
+
+
+def restore_logits_processors(vllm_config: Any, runner: Any) -> None:
+    """Give a model runner that speculates the processors of min_p and logit_bias back, of which vLLM strips it.
+
+    They see one row for each request: the bonus position, the only one of a request without drafts.
+    """
+    pinned = runner.device.type != "cpu"
+    processors = (one(vllm_config, runner.device, pinned) for one in BUILTIN_LOGITS_PROCESSORS)
+    runner.input_batch.logitsprocs = LogitsProcessors(processors)
 
 
 def mend_cpu_expand() -> None:

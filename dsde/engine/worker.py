@@ -27,6 +27,7 @@ from dsde.engine.vllm_internals import (
     continued_requests,
     mend_cpu_expand,
     require_supported_vllm,
+    restore_logits_processors,
     tap_drafter,
 )
 
@@ -49,6 +50,7 @@ class DsdeWorker(_Worker):
             mend_cpu_expand()
         super().init_device()
         if self.vllm_config.speculative_config is not None:
+            restore_logits_processors(self.vllm_config, self.model_runner)
             self._speculation = _Measurement(self.vllm_config, self.model_runner)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 import ray
 from ray import serve
@@ -45,7 +46,7 @@ def main() -> None:
     given = parser.parse_args()
     # The application is to end with this process, however that ends.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-    command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--policy", "goodput"]
+    command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--policy", "goodput", "--open"]
     process = subprocess.Popen([*command, *ANY_PORT], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         text = ""

@@ -138,6 +138,18 @@ def test_off_schedules_plain_decodes(make_scheduler: Any) -> None:
     assert (second.num_scheduled_tokens, drafts_of(second)) == ({"a": 1}, {})
 
 
+@pytest.mark.parametrize("special", [{"logit_bias": {3: 1.0}}, {"min_p": 0.1}])
+def test_what_verification_does_not_know_goes_without_drafts(make_scheduler: Any, special: dict[str, Any]) -> None:
+    scheduler = make_scheduler("static", {"length": 3})
+    plain, biased = request("a"), request("b")
+    for name, value in special.items():
+        setattr(biased.sampling_params, name, value)
+    scheduler.add_request(plain)
+    scheduler.add_request(biased)
+    scheduler.schedule()
+    assert drafts_of(scheduler.schedule()) == {"a": 3}
+
+
 def test_policy_change_rides_home_with_an_output(make_scheduler: Any) -> None:
     from dsde.engine.transport import PolicyChange, WorkerReport, attach_report
 

@@ -139,6 +139,29 @@ def test_an_engine_s_processes_are_still_where_they_were() -> None:
     assert "self.processes" in inspect.getsource(CoreEngineProcManager.__init__)
 
 
+def test_min_p_and_logit_bias_are_still_refused_and_stripped_beside_drafts() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.sample import logits_processor
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    validate = inspect.getsource(InputProcessor)
+    # Where it is read, once besides its assignment: in the check that take_without_drafts() disarms.
+    assert validate.count("self.speculative_config") == 2
+    build = inspect.getsource(logits_processor.build_logitsprocs)
+    assert "min_p and logit_bias parameters won't work with speculative decoding" in build
+    assert [one.__name__ for one in logits_processor.BUILTIN_LOGITS_PROCESSORS] == [
+        "MinTokensLogitsProcessor",
+        "LogitBiasLogitsProcessor",
+        "MinPLogitsProcessor",
+    ]
+    assert "for logit_proc in self.logitsprocs.all" in inspect.getsource(InputBatch)
+    assert "logitsprocs=self.input_batch.logitsprocs" in inspect.getsource(GPUModelRunner)
+    # Of the drafted positions it knows min_tokens alone.
+    assert "isinstance(processor, MinTokensLogitsProcessor)" in inspect.getsource(RejectionSampler)
+
+
 def test_statistics_still_have_a_field_that_only_kv_connectors_use() -> None:
     from vllm.v1.metrics import loggers
     from vllm.v1.metrics.stats import SchedulerStats

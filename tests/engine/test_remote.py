@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
+from dsde.access.gate import Admission
 from dsde.engine import remote
 from dsde.engine.call import EngineDied
 from dsde.engine.figures import attach_figures
@@ -61,11 +62,13 @@ def engine() -> Engine:
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(remote, "renderer_from_config", lambda config: SimpleNamespace())
+    renderer = SimpleNamespace(tokenizer=None, validate_token_ids=lambda ids: None)
+    monkeypatch.setattr(remote, "renderer_from_config", lambda config: renderer)
     monkeypatch.setattr(remote, "InputProcessor", lambda config, renderer: SimpleNamespace())
 
     def client(generate: Any, check: Any, **options: Any) -> RemoteEngineClient:
-        config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name="embedded"))
+        model = {"served_model_name": "embedded", "max_logprobs": 20, "is_diffusion": False}
+        config: Any = SimpleNamespace(model_config=SimpleNamespace(**model, get_vocab_size=lambda: 12))
         return RemoteEngineClient(config, generate, check, max_length=4, **options)
 
     return client
@@ -112,6 +115,67 @@ async def test_a_bad_option_is_refused_before_anything_streams(build: Any, engin
     with pytest.raises(VLLMValidationError, match=r"vllm_xargs.dsde_max_length = 5: accepted: an integer from 0 to 4"):
         client.generate(PROMPT, SamplingParams(extra_args={"dsde_max_length": 5}), "r")
     assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"stop_token_ids": [12]}, "stop_token_ids"),
+        ({"allowed_token_ids": [12]}, "allowed_token_ids"),
+        ({"logit_bias": {12: 1.0}}, "logit_bias"),
+        ({"logprobs": 21}, "logprobs"),
+    ],
+)
+async def test_what_the_model_lacks_is_refused_before_anything_streams(
+    build: Any, engine: Engine, params: dict[str, Any], field: str
+) -> None:
+    client = build(engine.generate, engine.check)
+    with pytest.raises(VLLMValidationError) as refused:
+        client.generate(PROMPT, SamplingParams(**params), "r")
+    assert refused.value.parameter == field
+    assert engine.calls == []
+
+
+async def test_what_drafts_do_not_go_with_is_taken(build: Any, engine: Engine) -> None:
+    client = build(engine.generate, engine.check)
+    async for _ in client.generate(PROMPT, SamplingParams(min_p=0.1, logit_bias={3: 1.0}), "r"):
+        pass
+    assert len(engine.calls) == 1
+
+
+class Counted(Admission):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.tokens = 0
+
+    def charge(self, tokens: int) -> None:
+        self.tokens += tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "dropped", "tokens"),
+    [
+        # Three of the prompt, then one and two as the stand-in sends them.
+        (RequestOutputKind.DELTA, False, 3 + 1 + 2),
+        (RequestOutputKind.DELTA, True, 3 + 1),
+        # The longest that both answers could have got.
+        (RequestOutputKind.FINAL_ONLY, True, 3 + 1 + 2 * 50),
+    ],
+)
+async def test_tokens_are_charged_to_the_request_s_key(
+    build: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind, dropped: bool, tokens: int
+) -> None:
+    counted = Counted()
+    monkeypatch.setattr(remote, "admission", lambda: counted)
+    params = SamplingParams(max_tokens=50, n=2, output_kind=kind)
+    stream = build(engine.generate, engine.check).generate(PROMPT, params, "endless" if dropped else "r")
+    if dropped:
+        await anext(stream)
+        await stream.aclose()
+    else:
+        async for _ in stream:
+            pass
+    assert counted.tokens == tokens
 
 
 async def ask_with(header: str | None, client: RemoteEngineClient, body: dict[str, Any] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,17 +13,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
+from dsde.access.keys import new_key, write_keys
 from tests.k8s.manifests import K8S, Manifest, environment, groups
 
 __all__ = ["KEY", "Cluster", "Node", "seconds_until"]
 
-KEY = "a key of the tests"
+_KEY, KEY = new_key("tests", datetime.now(UTC))
+# Where the pods have their keys; here a file of the tests.
+_KEYS_FILE = "/keys/keys.json"
 _TOKEN = "a-token-of-the-tests-that-nobody-else-has"
 # Paths in the pods; here the home and the prepared models of whoever runs the tests.
 _OF_THE_POD = {"HOME", "DSDE_MODELS_DIR"}
@@ -125,7 +130,6 @@ class Cluster:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_", "LD_PRELOAD", "RAY_"))}
         held = inherited | {k: v for k, v in environment(container).items() if k not in _OF_THE_POD}
         held |= {
-            "VLLM_API_KEY": KEY,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": _TOKEN,
             "RAY_ADDRESS": self._address,
@@ -145,6 +149,9 @@ class Cluster:
 
     def put(self, config: Manifest) -> None:
         """What the operator does with serveConfigV2."""
+        own = self.folder / "keys.json"
+        write_keys(own, [_KEY])
+        config = json.loads(json.dumps(config).replace(_KEYS_FILE, str(own)))
         answer = self._rest.put("/api/serve/applications/", json=config)
         assert answer.status_code == 200, answer.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ from tests.k8s.manifests import (
 KUBERAY_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "serve": 8000}
 OPEN_TO_ALL = {"serve", "serve-grpc"}
 SECRETS = {
-    "cpu": {("dsde-api-key", "VLLM_API_KEY")},
-    "gpu": {("dsde-api-key", "VLLM_API_KEY"), ("dsde-hub-token", "HF_TOKEN")},
-    "gpu-redis": {("dsde-api-key", "VLLM_API_KEY"), ("dsde-hub-token", "HF_TOKEN"), ("dsde-redis", "password")},
+    "cpu": set(),
+    "gpu": {("dsde-hub-token", "HF_TOKEN")},
+    "gpu-redis": {("dsde-hub-token", "HF_TOKEN"), ("dsde-redis", "password")},
 }
 OPERATOR = {"podSelector": {"matchLabels": {"app.kubernetes.io/component": "kuberay-operator"}}}
 
@@ -144,7 +145,7 @@ def test_every_node_has_what_dsde_serve_sets_before_ray(overlay: str, monkeypatc
         for name, value in held.items():
             if name.startswith("OTEL_"):
                 monkeypatch.setenv(name, value)
-        wanted = proxy_environment(config.serving) | serve_environment(config.telemetry)
+        wanted = proxy_environment(config) | serve_environment(config.telemetry)
         assert wanted.items() <= held.items()
         assert held["OTEL_METRICS_EXPORTER"] == "none"
         assert held["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] == "true"
@@ -220,6 +221,17 @@ def test_the_secrets_are_those_that_the_readme_makes(overlay: str) -> None:
         assert each["kind"] != "Secret"
         search(each)
     assert found == SECRETS[overlay]
+
+
+def test_every_worker_has_the_key_file_that_the_application_follows(overlay: str) -> None:
+    worker = groups(overlay)["worker"]["template"]["spec"]
+    (mounted,) = [each for each in worker["containers"][0]["volumeMounts"] if each["name"] == "keys"]
+    assert from_values(application(overlay)["args"]).access.keys_file == Path(mounted["mountPath"]) / "keys.json"
+    # A path within the volume would not follow a change of the Secret.
+    assert mounted == {"name": "keys", "mountPath": "/keys", "readOnly": True}
+    assert [each for each in worker["volumes"] if each["name"] == "keys"] == [
+        {"name": "keys", "secret": {"secretName": "dsde-keys"}}
+    ]
 
 
 def test_the_pods_meet_the_restricted_standard(overlay: str) -> None:

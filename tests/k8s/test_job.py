@@ -13,7 +13,6 @@ import yaml
 from dsde.cli import _parser
 from loadtest.options import options
 from tests.k8s.manifests import K8S, Manifest, one, serve_config
-from tests.k8s.test_agreement import SECRETS
 from tests.k8s.test_schemas import KUBERNETES
 
 JOB = K8S.parent / "loadtest" / "job.yaml"
@@ -65,6 +64,6 @@ def test_what_it_mounts_and_writes_is_there() -> None:
     assert set(mounts) == {each["name"] for each in spec["volumes"]}
     assert str(given().report).startswith(mounts["reports"])
     (key,) = [each["valueFrom"]["secretKeyRef"] for each in container()["env"] if "valueFrom" in each]
-    assert (key["name"], key["key"]) in SECRETS["cpu"]
+    assert f"create secret generic {key['name']} --from-literal={key['key']}=" in JOB.read_text()
     (claim,) = [each["persistentVolumeClaim"]["claimName"] for each in spec["volumes"] if "emptyDir" not in each]
     assert claim == objects()["PersistentVolumeClaim"]["metadata"]["name"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def test_the_cpu_overlay_serves_what_make_run_serves(overlay: str) -> None:
         return
     default = from_values({}).model_dump()
     default["serving"] |= {"host": "0.0.0.0", "cpus_per_ingress": 0.5}
+    default["access"]["keys_file"] = Path("/keys/keys.json")
     assert config.model_dump() == default
     assert options(overlay, "EngineReplica")["autoscaling_config"]["min_replicas"] == default["serving"]["replicas"]
 

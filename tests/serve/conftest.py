@@ -1,4 +1,7 @@
-"""One real application for all tests here: `dsde serve` with the embedded pair, two replicas, on ports of its own."""
+"""One real application for all tests here: `dsde serve` with the embedded pair, two replicas, on ports of its own.
+
+It asks for a key, which the clients here have.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import grpc
 import httpx
 import openai
 import psutil
@@ -51,6 +55,50 @@ class Served:
     metrics: str
     ray_address: str
     pid: int
+    key: str
+    keys: Path
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"}
+
+    def web(self, timeout: float = ANSWER_TIMEOUT_S) -> httpx.Client:
+        base = self.url.removesuffix("/v1")
+        return httpx.Client(base_url=base, timeout=timeout, trust_env=False, headers=self.headers)
+
+    def channel(self, *options: tuple[str, int]) -> grpc.Channel:
+        return grpc.intercept_channel(
+            grpc.insecure_channel(self.address, (("grpc.enable_http_proxy", 0), *options)), _Keyed(self.key)
+        )
+
+    def logs(self) -> list[Path]:
+        """Every file that the application's processes log to."""
+        processes = psutil.Process(self.pid).children(recursive=True)
+        opened = [Path(file.path) for process in processes for file in process.open_files()]
+        folders = {path.parent for path in opened if path.suffix in (".log", ".out", ".err")}
+        return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+
+
+class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Sends a key with every call."""
+
+    def __init__(self, key: str) -> None:
+        self._authorization = ("authorization", f"Bearer {key}")
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with_key(details), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(self._with_key(details), request)
+
+    def _with_key(self, details: Any) -> Any:
+        return details._replace(metadata=[*(details.metadata or ()), self._authorization])
+
+
+def dsde_keys(*arguments: str) -> str:
+    """What `dsde keys` prints."""
+    command = [sys.executable, "-m", "dsde.cli", "keys", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def user_environment() -> dict[str, str]:
@@ -66,7 +114,10 @@ def received() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def served(received: Collector) -> Iterator[Served]:
+def served(received: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    keys = tmp_path_factory.mktemp("access") / "keys.json"
+    # One test fills every queue.
+    key = dsde_keys("add", "tests", "--file", str(keys), "--concurrency", "1000")
     environment = user_environment() | {
         "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "200",
@@ -76,7 +127,7 @@ def served(received: Collector) -> Iterator[Served]:
         "DSDE_ENGINE__STEP_TIMEOUT_S": "30",
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", *_ANY_PORT],
+        [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--keys", str(keys), *_ANY_PORT],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -97,6 +148,8 @@ def served(received: Collector) -> Iterator[Served]:
             metrics=_field(text, "Prometheus"),
             ray_address=_field(text, "Ray address"),
             pid=process.pid,
+            key=key,
+            keys=keys,
         )
     finally:
         process.send_signal(signal.SIGINT)
@@ -122,7 +175,7 @@ def engines(served: Served) -> Iterator[DeploymentHandle]:
 
 @pytest.fixture
 def web(served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url.removesuffix("/v1"), timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
+    with served.web() as client:
         yield client
 
 
@@ -130,7 +183,7 @@ def web(served: Served) -> Iterator[httpx.Client]:
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with httpx.Client(trust_env=False) as transport:
         yield openai.OpenAI(
-            base_url=served.url, api_key="none", timeout=ANSWER_TIMEOUT_S, max_retries=0, http_client=transport
+            base_url=served.url, api_key=served.key, timeout=ANSWER_TIMEOUT_S, max_retries=0, http_client=transport
         )
 
 

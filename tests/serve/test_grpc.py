@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -39,9 +40,9 @@ ENDLESS = pb.GenerateRequest(prompt=COUNT, sampling=pb.SamplingParams(max_tokens
 
 @pytest.fixture
 def channel(served: Served) -> Iterator[grpc.Channel]:
-    options = (("grpc.enable_http_proxy", 0), ("grpc.max_send_message_length", -1))
-    with grpc.insecure_channel(served.address, options) as channel:
-        yield channel
+    channel = served.channel(("grpc.max_send_message_length", -1))
+    yield channel
+    channel.close()
 
 
 @pytest.fixture
@@ -315,6 +316,7 @@ def dsde_client(served: Served, way: str, *arguments: str) -> subprocess.Popen[s
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | {"DSDE_API_KEY": served.key},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 

@@ -17,7 +17,7 @@ from tests.serve.figures import check_figures
 def test_a_mixed_run_has_no_failure_and_a_report_with_the_server_s_figures(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ["--url", served.url, "--address", served.address]
+    where = ["--url", served.url, "--address", served.address, "--api-key", served.key]
     # Fast enough for requests to overlap on any machine: one alone goes where its prefix is.
     load = ["--protocol", "mixed", "--rate", "8", "--duration", "3", "--seed", "1", "--max-tokens", "12"]
     assert main(["loadtest", *where, *load, "--report", str(tmp_path)]) == 0
@@ -46,7 +46,7 @@ def test_a_mixed_run_has_no_failure_and_a_report_with_the_server_s_figures(
 
 
 def test_the_highest_rate_is_found_on_the_application(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--url", served.url, "--address", served.address, "--protocol", "mixed"]
+    where = ["--url", served.url, "--address", served.address, "--api-key", served.key, "--protocol", "mixed"]
     load = ["--rate", "1", "--duration", "4", "--minutes", "0.2", "--max-tokens", "4", "--slo-ttft", "60000"]
     assert main(["loadtest", "--find-rate", *where, *load]) == 0
     found = re.search(r"highest rate with p95 TTFT up to 60000 ms: (\S+) requests/s", capsys.readouterr().out)

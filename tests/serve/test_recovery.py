@@ -64,7 +64,7 @@ def test_a_killed_replica_takes_its_engine_along_and_is_replaced(web: httpx.Clie
 
 def test_a_killed_ingress_ends_its_calls_as_unavailable(served: Served) -> None:
     request = pb.GenerateRequest(prompt="One, two,", sampling=pb.SamplingParams(max_tokens=1500, ignore_eos=True))
-    with grpc.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel:
+    with served.channel() as channel:
         inference = pb_grpc.InferenceStub(channel)
         stream = inference.GenerateStream(request, timeout=REPLACED_TIMEOUT_S)
         next(stream)

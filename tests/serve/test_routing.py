@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import httpx
 from ray.serve.handle import DeploymentHandle
 
@@ -62,7 +61,7 @@ def test_a_hint_reaches_the_router_by_header_metadata_and_field(
 ) -> None:
     assert ask(web, served, {"x-dsde-hint": "by-header"}) == 200
     request = pb.GenerateRequest(prompt="A colour:", sampling=pb.SamplingParams(max_tokens=8))
-    with grpc.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel:
+    with served.channel() as channel:
         inference = pb_grpc.InferenceStub(channel)
         inference.Generate(request, timeout=ANSWER_TIMEOUT_S, metadata=(("x-dsde-hint", "by-metadata"),))
         request.speculation.hint = "by-field"

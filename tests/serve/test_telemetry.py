@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -42,7 +41,7 @@ def chat(web: httpx.Client, served: Served, headers: dict[str, str] | None = Non
 
 def over_http(served: Served, traceparent: str) -> dict[str, Any]:
     """Ask, and what the span of the request is to say of the answer."""
-    with httpx.Client(base_url=served.url.removesuffix("/v1"), timeout=300, trust_env=False) as web:
+    with served.web(300) as web:
         answer = chat(web, served, {"traceparent": traceparent}, **PAPER)
     assert "dsde_events" not in str(answer)
     dsde = answer["metrics"]["speculative_decoding"]["dsde"]
@@ -62,7 +61,7 @@ def over_grpc(served: Served, traceparent: str) -> dict[str, Any]:
     sampling = pb.SamplingParams(max_tokens=32, temperature=0)
     speculation = pb.SpeculationOptions(policy="paper")
     request = pb.GenerateRequest(chat=pb.Chat(messages=[message]), sampling=sampling, speculation=speculation)
-    with grpc.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel:
+    with served.channel() as channel:
         stream = pb_grpc.InferenceStub(channel).GenerateStream(
             request, timeout=300, metadata=(("traceparent", traceparent),)
         )
@@ -87,7 +86,7 @@ def traffic(served: Served) -> int:
         {"vllm_xargs": {"dsde_policy": "autoregressive"}},
     ]
     with (
-        httpx.Client(base_url=served.url.removesuffix("/v1"), timeout=300, trust_env=False) as web,
+        served.web(300) as web,
         ThreadPoolExecutor(8) as pool,
     ):
         list(pool.map(lambda number: chat(web, served, **kinds[number % len(kinds)]), range(16)))
@@ -217,7 +216,7 @@ def test_every_expression_of_dashboard_and_alerts_returns_data(
 
     def load(number: int) -> None:
         kinds: list[dict[str, Any]] = [PAPER, {"temperature": 1.0}, {"vllm_xargs": {"dsde_policy": "static"}}]
-        with httpx.Client(base_url=served.url.removesuffix("/v1"), timeout=300, trust_env=False) as web:
+        with served.web(300) as web:
             while not stopped.is_set():
                 chat(web, served, **kinds[number], max_tokens=16)
 

@@ -42,7 +42,10 @@ def test_help_needs_nothing_heavy() -> None:
     assert "engine-args" in answer.stdout
 
 
-@pytest.mark.parametrize("command", [["serve"], ["client"], ["engine-args"], ["replay"], ["models", "prepare"]])
+@pytest.mark.parametrize(
+    "command",
+    [["serve"], ["keys"], ["keys", "add"], ["client"], ["engine-args"], ["replay"], ["models", "prepare"]],
+)
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
@@ -75,11 +78,12 @@ def test_engine_args_can_be_a_command_line(
 def test_serve_passes_its_options_on(any_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
     monkeypatch.setitem(sys.modules, "deployments.serve", SimpleNamespace(run=served.append))
-    options = ["--replicas", "3", "--port", "0", "--device", "gpu", "--target", "a/b", "--draft", "a/c"]
+    options = ["--replicas", "3", "--port", "0", "--device", "gpu", "--target", "a/b", "--draft", "a/c", "--open"]
     assert main(["serve", *options]) == 0
     [config] = served
     assert (config.serving.replicas, config.serving.port, config.serving.device) == (3, 0, "gpu")
     assert (config.model.target, config.model.draft) == ("a/b", "a/c")
+    assert config.access.open
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,10 @@ def test_serve_passes_its_options_on(any_models: None, monkeypatch: pytest.Monke
             ["serve", "--port", "http"],
             "dsde: serving.port = 'http' is not accepted; it should be a valid integer, unable to parse string as an "
             "integer",
+        ),
+        (
+            ["serve", "--open", "--host", "0.0.0.0"],
+            "dsde: access.open = true with serving.host = 0.0.0.0: accepted without keys: 127.0.0.1, ::1 or localhost",
         ),
         (["serve", "--target", "a/b"], "dsde: model.draft is missing: model.target and model.draft go together"),
         (

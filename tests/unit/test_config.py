@@ -74,7 +74,7 @@ def test_the_models_directory_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (
             {"engines": {}},
-            "engines is not a setting; accepted here: model, speculation, engine, serving, telemetry",
+            "engines is not a setting; accepted here: model, speculation, engine, serving, access, limits, telemetry",
         ),
         ({"model": {"target": "a/b"}}, "model.draft is missing: model.target and model.draft go together"),
     ],

@@ -8,9 +8,14 @@ from typing import Any
 
 import grpc
 import pytest
+from uvicorn.config import HTTP_PROTOCOLS
 
+from deployments.header import BoundedHeader
 from deployments.rpc.proxy import grpc_options, prepare_proxy, proxy_environment
-from dsde.config import ServingConfig
+from dsde.access.bounds import Bounds
+from dsde.config import LimitsConfig, from_values
+
+DEFAULT = from_values({})
 
 
 @dataclass(frozen=True)
@@ -37,20 +42,35 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "ray.serve._private", private)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayActorError=ActorError))  # type: ignore[arg-type]
     monkeypatch.setenv("DSDE_GRPC_HOST", "127.0.0.1")
+    for name in ("MESSAGE_MIB", "HEADER_KIB", "BODY_S"):
+        monkeypatch.delenv(f"DSDE_LIMITS__{name}", raising=False)
+    monkeypatch.setattr(BoundedHeader, "most", BoundedHeader.most)
+    monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])
     return private
 
 
 def test_what_serve_imports_by_name_is_there() -> None:
-    callback = proxy_environment(ServingConfig())["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
+    callback = proxy_environment(DEFAULT)["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
     for path in [*grpc_options(9000)["grpc_servicer_functions"], callback]:
         module, _, name = path.rpartition(".")
         assert callable(getattr(import_module(module), name))
 
 
 def test_the_message_size_is_given_in_bytes() -> None:
-    assert proxy_environment(ServingConfig())["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == "4194304"
-    serving = ServingConfig(grpc_max_message_mib=16)
-    assert proxy_environment(serving)["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == "16777216"
+    assert proxy_environment(DEFAULT)["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == "4194304"
+    config = from_values({"limits": {"message_mib": 16}})
+    assert proxy_environment(config)["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == "16777216"
+
+
+def test_the_limits_reach_the_proxy(serve: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    (usual,) = prepare_proxy()
+    assert (usual.cls, usual.kwargs) == (Bounds, {"limits": LimitsConfig()})
+    limits = {"message_mib": 16, "header_kib": 8, "body_s": 2.5}
+    for name, value in proxy_environment(from_values({"limits": limits})).items():
+        monkeypatch.setenv(name, value)
+    (given,) = prepare_proxy()
+    assert given.kwargs == {"limits": LimitsConfig.model_validate(limits)}
+    assert BoundedHeader.most == 8192
 
 
 @pytest.mark.parametrize(
@@ -61,7 +81,7 @@ def test_grpc_listens_where_http_does(
 ) -> None:
     monkeypatch.setenv("DSDE_GRPC_HOST", host)
     bound: list[str] = []
-    assert prepare_proxy() == []
+    prepare_proxy()
     serve.default_impl.add_grpc_address(SimpleNamespace(add_insecure_port=bound.append), "[::]:9000")
     assert bound == [address]
 

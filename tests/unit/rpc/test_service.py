@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2
 
 from deployments.proto.dsde.v1 import inference_pb2 as pb
 from deployments.rpc import service
 from deployments.rpc.service import InferenceService
+from dsde.access.gate import Gate
+from dsde.access.keyring import Keyring
+from dsde.access.keys import new_key, write_keys
+from dsde.config import LimitsConfig
 from dsde.engine.refusal import RequestRefused
 
 REQUEST = pb.GenerateRequest(prompt="Once")
@@ -30,6 +36,9 @@ class Context:
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return self._metadata
+
+    def peer(self) -> str:
+        return "ipv6:%5B::1%5D:50000"
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code
@@ -51,10 +60,6 @@ class Generation:
         self._error = error
         self._refuses = refuses
 
-    def authorize(self, headers: Mapping[str, str]) -> None:
-        if headers.get("authorization") == "Bearer wrong":
-            raise RequestRefused(401, "authorization: accepted is 'Bearer ' and the API key")
-
     async def healthy(self) -> bool:
         return True
 
@@ -75,9 +80,12 @@ class Generation:
             self.closed = True
 
 
-def serving(generation: Generation) -> InferenceService:
+OPEN = Gate(None, LimitsConfig(), 1)
+
+
+def serving(generation: Generation, gate: Gate = OPEN) -> InferenceService:
     one = InferenceService()
-    one.offer(generation, 8)  # type: ignore[arg-type]
+    one.offer(generation, gate, 8)  # type: ignore[arg-type]
     return one
 
 
@@ -147,15 +155,70 @@ async def test_a_defect_shows_nothing_of_itself(stream: bool, caplog: pytest.Log
     assert "/secret/path" in caplog.text
 
 
-async def test_a_wrong_key_is_unauthenticated_everywhere_but_in_health() -> None:
-    one = serving(Generation())
+@pytest.fixture
+def guarded(tmp_path: Path) -> tuple[Gate, str]:
+    """A gate with one key, one request at a time, and that key."""
+    key, sent = new_key("alice", datetime.now(UTC), concurrency=1)
+    write_keys(tmp_path / "keys.json", [key])
+    return Gate(Keyring(tmp_path / "keys.json"), LimitsConfig(), 8), sent
+
+
+async def test_a_wrong_key_is_unauthenticated_everywhere_but_in_health(guarded: tuple[Gate, str]) -> None:
+    gate, sent = guarded
+    one = serving(Generation(), gate)
     for call, empty in ((one.Generate, REQUEST), (one.GetModel, pb.GetModelRequest())):
-        context = Context(authorization="Bearer wrong")
-        await call(empty, context)  # type: ignore[operator]
-        assert context.code is grpc.StatusCode.UNAUTHENTICATED
+        for metadata in ({"authorization": f"Bearer {sent[:-1]}"}, {}):
+            context = Context(**metadata)
+            await call(empty, context)  # type: ignore[operator]
+            assert context.code is grpc.StatusCode.UNAUTHENTICATED
+    context = Context(authorization=f"Bearer {sent}")
+    await one.Generate(REQUEST, context)
+    assert context.code is None
     context = Context(authorization="Bearer wrong")
     answer = await one.Check(health_pb2.HealthCheckRequest(), context)
     assert (answer.status, context.code) == (health_pb2.HealthCheckResponse.SERVING, None)
+
+
+async def test_a_key_s_requests_are_counted_until_their_streams_end(guarded: tuple[Gate, str]) -> None:
+    gate, sent = guarded
+    one, metadata = serving(Generation(), gate), {"authorization": f"Bearer {sent}"}
+    stream = one.GenerateStream(REQUEST, Context(**metadata))
+    await anext(stream)
+    context = Context(**metadata)
+    await one.Generate(REQUEST, context)
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "accepted: 1 at a time" in context.details
+    ((_, value),) = context.trailing
+    told = RetryInfo()
+    assert Status.FromString(value).details[0].Unpack(told)
+    assert told.retry_delay.ToMilliseconds() == 1000
+    await stream.aclose()
+    context = Context(**metadata)
+    await one.Generate(REQUEST, context)
+    assert context.code is None
+
+
+@pytest.mark.parametrize("peer", ["ipv4:10.0.0.7:50000", "ipv6:%5B2001:db8::1%5D:50000", "unix:/tmp/socket", ""])
+async def test_without_keys_another_machine_is_refused(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Context, "peer", lambda self: peer)
+    context = Context()
+    await serving(Generation()).Generate(REQUEST, context)
+    assert context.code is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize(("told", "let_in"), [("10.0.0.7", False), ("127.0.0.1, 10.0.0.7", False), ("::1", True)])
+async def test_who_is_behind_a_proxy_on_this_machine_is_not_on_it(told: str, let_in: bool) -> None:
+    context = Context(**{"x-forwarded-for": told})
+    await serving(Generation()).Generate(REQUEST, context)
+    assert context.code is (None if let_in else grpc.StatusCode.PERMISSION_DENIED)
+
+
+@pytest.mark.parametrize("peer", ["ipv4:127.0.0.1:50000", "ipv6:%5B::1%5D:50000", "ipv6:[::ffff:127.0.0.1]:5"])
+async def test_without_keys_this_machine_is_let_in(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Context, "peer", lambda self: peer)
+    context = Context()
+    await serving(Generation()).Generate(REQUEST, context)
+    assert context.code is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
