@@ -323,6 +323,7 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--traffic", type=int, metavar="N", default=0, help="streams to send at once, and to check (0)")
     chaos.add_argument("--url", default="http://127.0.0.1:8000", help="where they go (http://127.0.0.1:8000)")
     chaos.add_argument("--address", default="127.0.0.1:9000", help="where they go over gRPC (127.0.0.1:9000)")
+    chaos.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one (DSDE_API_KEY)")
     chaos.add_argument("--serve", action="store_true", help="start an application to hurt, instead of a running one")
     chaos.set_defaults(command=_chaos)
 
@@ -636,6 +637,7 @@ def _chaos(options: argparse.Namespace) -> int:
     check(kinds, options.every, options.minutes)
     if options.serve:
         print("starting two replicas of the embedded pair, about a minute", flush=True)
+    api_key = None if options.serve else options.api_key or os.environ.get("DSDE_API_KEY")
     given = Place(options.pid, f"{options.url.rstrip('/').removesuffix('/v1')}/v1", options.address)
     with serving() if options.serve else contextlib.nullcontext(given) as place:
         return run(
@@ -646,7 +648,9 @@ def _chaos(options: argparse.Namespace) -> int:
             kinds=kinds,
             keep=options.keep,
             json_file=options.json,
-            traffic=Traffic(place.url, place.address, options.traffic, options.seed) if options.traffic else None,
+            traffic=Traffic(place.url, place.address, options.traffic, options.seed, api_key)
+            if options.traffic
+            else None,
         )
 
 

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 @contextmanager
 def serving() -> Iterator[Place]:
     """Two replicas of the embedded pair, on free ports. Raises RuntimeError with the reason where they do not start."""
-    command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded"]
+    command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--open"]
     command += [word for flag in _ANY_PORT for word in (flag, "0")]
     command += [word for setting in _SETTINGS for word in ("--set", setting)]
     with tempfile.TemporaryDirectory() as scratch:

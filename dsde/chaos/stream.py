@@ -45,8 +45,9 @@ class Stream:
         return self.metrics is not None and "resumed" in (self.metrics["speculative_decoding"] or {}).get("dsde", {})
 
 
-def over_http(url: str, stream: Stream) -> None:
+def over_http(url: str, stream: Stream, api_key: str | None = None) -> None:
     """Fill `stream` from /completions below `url`, which ends in /v1."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = {
         "prompt": stream.prompt,
         "stream": True,
@@ -57,7 +58,7 @@ def over_http(url: str, stream: Stream) -> None:
     }
     try:
         with (
-            httpx.Client(timeout=TIMEOUT_S, trust_env=False) as web,
+            httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers) as web,
             web.stream("POST", f"{url}/completions", json=body) as answer,
         ):
             if answer.status_code != httpx.codes.OK:
@@ -87,14 +88,16 @@ def _take_line(stream: Stream, line: str) -> None:
         stream.metrics = event.get("metrics")
 
 
-def over_grpc(address: str, stream: Stream) -> None:
+def over_grpc(address: str, stream: Stream, api_key: str | None = None) -> None:
     """Fill `stream` from GenerateStream at `address`."""
+    metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
     request = pb.GenerateRequest(prompt=stream.prompt, sampling=pb.SamplingParams(**stream.options))
     if stream.policy:
         request.speculation.policy = stream.policy
     try:
         with grpc.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
-            for message in pb_grpc.InferenceStub(channel).GenerateStream(request, timeout=TIMEOUT_S):
+            inference = pb_grpc.InferenceStub(channel)
+            for message in inference.GenerateStream(request, timeout=TIMEOUT_S, metadata=metadata):
                 stream.text += message.text
                 stream.ids += message.token_ids
                 if message.HasField("usage"):

@@ -81,8 +81,8 @@ class Traffic:
     --url where the answers to compare with do not come.
     """
 
-    def __init__(self, url: str, address: str, streams: int, seed: int) -> None:
-        self._url, self._address = url, address
+    def __init__(self, url: str, address: str, streams: int, seed: int, api_key: str | None = None) -> None:
+        self._url, self._address, self._api_key = url, address, api_key
         self._seed = seed
         self._threads = [threading.Thread(target=self._send, args=(number,), daemon=True) for number in range(streams)]
         self._over = threading.Event()
@@ -107,7 +107,7 @@ class Traffic:
 
     def _reference(self, prompt: str) -> tuple[list[int], str]:
         stream = Stream(prompt, _options(_GREEDY, 0))
-        over_http(self._url, stream)
+        over_http(self._url, stream, self._api_key)
         if not stream.ended:
             raise ValueError(f"--url {self._url}: {stream.error or 'no answer'}; accepted: where `dsde serve` serves")
         return stream.ids, stream.text
@@ -118,9 +118,9 @@ class Traffic:
             kind = draw.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
             stream = Stream(draw.choice(PROMPTS), _options(kind, draw.getrandbits(32)), draw.choice((None, "static")))
             if kind == _SEVERAL or draw.random() < 0.5:
-                over_http(self._url, stream)
+                over_http(self._url, stream, self._api_key)
             else:
-                over_grpc(self._address, stream)
+                over_grpc(self._address, stream, self._api_key)
             self._book(kind, stream)
             if stream.error is not None:
                 self._over.wait(_PAUSE_S)

@@ -62,7 +62,7 @@ class Served:
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"}
 
-    def web(self, timeout: float = ANSWER_TIMEOUT_S) -> httpx.Client:
+    def web(self, timeout: float | httpx.Timeout = ANSWER_TIMEOUT_S) -> httpx.Client:
         base = self.url.removesuffix("/v1")
         return httpx.Client(base_url=base, timeout=timeout, trust_env=False, headers=self.headers)
 

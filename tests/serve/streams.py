@@ -23,11 +23,11 @@ def answer(stream: Stream) -> tuple[str, list[int], tuple[int, int] | None]:
 
 
 def over_http(served: Served, stream: Stream) -> None:
-    streaming.over_http(served.url, stream)
+    streaming.over_http(served.url, stream, served.key)
 
 
 def over_grpc(served: Served, stream: Stream) -> None:
-    streaming.over_grpc(served.address, stream)
+    streaming.over_grpc(served.address, stream, served.key)
 
 
 WAYS = (over_http, over_grpc)

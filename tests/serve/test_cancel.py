@@ -46,20 +46,21 @@ def disconnect(served: Served, after_s: float, stream: bool) -> None:
     timeout = httpx.Timeout(30, read=after_s)
     with (
         suppress(httpx.ReadTimeout),
-        httpx.stream("POST", f"{served.url}/completions", json=body, timeout=timeout, trust_env=False) as answer,
+        served.web(timeout) as web,
+        web.stream("POST", "/v1/completions", json=body) as answer,
     ):
         assert answer.status_code == 200
         next(answer.iter_lines(), None)
 
 
 def deadline(served: Served, after_s: float, stream: bool) -> None:
-    with grpc.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel:
+    with served.channel() as channel:
         call = start(channel, stream, after_s)
         assert call.exception(30).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def abort(served: Served, after_s: float, stream: bool) -> None:
-    with grpc.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel:
+    with served.channel() as channel:
         call = start(channel, stream, 60)
         try:
             call.result(after_s)

@@ -41,9 +41,9 @@ def traffic(served: Served) -> Iterator[list[int]]:
 
     asking: list[Any] = []
     limits = httpx.Limits(max_connections=None)
-    base = served.url.removesuffix("/v1")
+    base, headers = served.url.removesuffix("/v1"), served.headers
     with (
-        httpx.Client(base_url=base, timeout=TIMEOUT_S, trust_env=False, limits=limits) as web,
+        httpx.Client(base_url=base, timeout=TIMEOUT_S, trust_env=False, limits=limits, headers=headers) as web,
         ThreadPoolExecutor(200) as pool,
     ):
         sender = threading.Thread(target=send)

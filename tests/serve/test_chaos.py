@@ -12,7 +12,7 @@ from tests.serve.conftest import Served
 
 def test_kills_under_traffic_lose_nothing(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     faults = ["--faults", "engine,replica", "--every", "30", "--minutes", "2.5", "--seed", "3"]
-    where = ["--pid", str(served.pid), "--url", served.url, "--address", served.address]
+    where = ["--pid", str(served.pid), "--url", served.url, "--address", served.address, "--api-key", served.key]
     status = main(["chaos", *where, *faults, "--traffic", "6"])
     out = capsys.readouterr().out
     verdict = json.loads(out.splitlines()[-1])

@@ -46,10 +46,12 @@ async def over_http(web: httpx.AsyncClient, stream: bool) -> Told:
     return Told(answer.status_code, complete, answer.headers.get("retry-after"))
 
 
-async def over_grpc(inference: pb_grpc.InferenceStub) -> Told:
+async def over_grpc(inference: pb_grpc.InferenceStub, key: str) -> Told:
+    metadata = (("authorization", f"Bearer {key}"),)
     sampling = pb.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     try:
-        answer = await inference.Generate(pb.GenerateRequest(prompt=PROMPT, sampling=sampling), timeout=TIMEOUT_S)
+        request = pb.GenerateRequest(prompt=PROMPT, sampling=sampling)
+        answer = await inference.Generate(request, timeout=TIMEOUT_S, metadata=metadata)
     except grpc.aio.AioRpcError as error:
         return Told(error.code())
     return Told(grpc.StatusCode.OK, answer.usage.completion_tokens == TOKENS)
@@ -57,8 +59,9 @@ async def over_grpc(inference: pb_grpc.InferenceStub) -> Told:
 
 async def flood(served: Served) -> list[Told]:
     limits = httpx.Limits(max_connections=None)
+    options = {"timeout": TIMEOUT_S, "trust_env": False, "limits": limits, "headers": served.headers}
     async with (
-        httpx.AsyncClient(base_url=served.url, timeout=TIMEOUT_S, trust_env=False, limits=limits) as web,
+        httpx.AsyncClient(base_url=served.url, **options) as web,
         grpc.aio.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel,
     ):
         inference, room = pb_grpc.InferenceStub(channel), asyncio.Semaphore(AT_ONCE)
@@ -66,7 +69,9 @@ async def flood(served: Served) -> list[Told]:
         async def ask(number: int) -> Told:
             async with room:
                 start = time.monotonic()
-                told = await (over_grpc(inference) if number % 2 else over_http(web, stream=number % 4 == 0))
+                told = await (
+                    over_grpc(inference, served.key) if number % 2 else over_http(web, stream=number % 4 == 0)
+                )
                 told.took_s = time.monotonic() - start
                 return told
 

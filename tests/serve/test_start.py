@@ -16,7 +16,7 @@ def test_an_engine_that_cannot_start_is_told_with_its_cause() -> None:
     start = time.monotonic()
     # Nothing but the engine itself knows that this is none of its formats.
     wrong = ["--set", "engine.extra.load_format=papyrus", "--set", "serving.replicas=1"]
-    command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", *PORTS, *wrong]
+    command = [sys.executable, "-m", "dsde.cli", "serve", "--pair", "embedded", "--open", *PORTS, *wrong]
     ended = subprocess.run(
         command, env=user_environment(), capture_output=True, text=True, timeout=2 * BOUND_S, check=False
     )
