@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from dsde.control.records import SpeculationPlan
 from dsde.engine.backlog import DraftBacklog, Span
+from dsde.engine.slot_tokens import SlotTokens
 
 __all__ = ["CatchUp"]
 
 
 class CatchUp:
-    """The backlog of one worker's draft model; synchronous scheduling only, where the host knows every position.
+    """The backlog of one worker's draft model.
+
+    Positions are the host's: when a step drafts, vLLM has corrected them for the drafts that the step before rejected,
+    also in asynchronous scheduling. Token ids are the device's.
 
     A request whose backlog no forward pass can take beside the batch is left behind and speculates no more. One that
     only has to wait for others' backlogs drafts poorly until its turn, which costs acceptance, never correctness.
@@ -23,7 +30,6 @@ class CatchUp:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._backlog: DraftBacklog | None = None
         self._num_scheduled: Mapping[str, int] = {}
         self._booked = True
         self.read_more = self.read_backlog = False
@@ -34,15 +40,35 @@ class CatchUp:
         self._booked = not scheduled.total_num_scheduled_tokens
         self.read_more = self.read_backlog = False
         self.left_behind = ()
-        if self._backlog is not None:
-            self._backlog.forget(scheduled.finished_req_ids)
-            self._backlog.forget(scheduled.scheduled_cached_reqs.resumed_req_ids)
+        self._backlog.forget(scheduled.finished_req_ids)
+        self._backlog.forget(scheduled.scheduled_cached_reqs.resumed_req_ids)
         self._num_scheduled = scheduled.num_scheduled_tokens
+
+    def launched(self) -> None:
+        """Note the tokens of the target's forward pass, which has been launched; call it before anything is drafted."""
+        count = sum(self._num_scheduled.values())
+        if count:
+            self._slot_tokens.write(self._table.slot_mapping.gpu[:count], self._runner.input_ids.gpu[:count])
+
+    def rest(self, sampled_token_ids: torch.Tensor) -> torch.Tensor:
+        """Draft nothing: [B, 0]. sampled_token_ids: [B, 1 + K] of this step, -1 after the last accepted one.
+
+        In asynchronous scheduling the next step takes its input, and the count of what was accepted, from the drafting;
+        where nothing was verified, vLLM sees to that without one.
+        """
+        runner = self._runner
+        runner._draft_probs = runner._draft_prob_req_ids = None
+        if runner.use_async_scheduling and sampled_token_ids.shape[1] > 1:
+            next_token_ids, num_valid = runner.drafter.prepare_next_token_ids_padded(
+                sampled_token_ids, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
+            )
+            runner._copy_valid_sampled_token_count(next_token_ids, num_valid)
+        return torch.empty((runner.input_batch.num_reqs, 0), dtype=torch.int64, device=runner.device)
 
     def end(self) -> None:
         """End an engine step: where nothing was drafted, everything it scheduled is unread."""
         if not self._booked:
-            self._ensure().rested(self._spans_of_batch())
+            self._backlog.rested(self._spans_of_batch())
             self._booked = True
 
     def widen(self, inputs: Mapping[str, Any], plan: SpeculationPlan) -> dict[str, Any]:
@@ -50,7 +76,7 @@ class CatchUp:
 
         inputs: the keyword arguments of vLLM's propose(). Books what the coming pass reads.
         """
-        backlog, spans = self._ensure(), self._spans_of_batch()
+        backlog, spans = self._backlog, self._spans_of_batch()
         missing = [backlog.gap(span) for span in spans]
         metadata = inputs["common_attn_metadata"]
         # One slot per request is the drafter's own, for the token just sampled.
@@ -72,17 +98,24 @@ class CatchUp:
         prompts = metadata.max_query_len > 1 + self._runner.num_spec_tokens
         self.read_more = any(gaps) or prompts
         self.read_backlog = any(gaps) and not prompts
-        return _widened(inputs, gaps, spans, self._runner.input_batch.token_ids_cpu) if any(gaps) else dict(inputs)
+        return self._widened(inputs, gaps, spans) if any(gaps) else dict(inputs)
 
-    def _ensure(self) -> DraftBacklog:
-        if self._backlog is None:
-            table = self._table
-            cache = self._runner.kv_cache_config
-            # The kernels' blocks, which the table counts in, may be fractions of the cache manager's.
-            group = cache.kv_cache_groups[self._runner.drafter.kv_cache_gid]
-            num_blocks = cache.num_blocks * (group.kv_cache_spec.block_size // table.block_size)
-            self._backlog = DraftBacklog(num_blocks, table.block_size)
-        return self._backlog
+    # The KV cache comes after the worker, and before its first step.
+    @cached_property
+    def _backlog(self) -> DraftBacklog:
+        return DraftBacklog(*self._kernel_blocks)
+
+    @cached_property
+    def _slot_tokens(self) -> SlotTokens:
+        num_blocks, block_size = self._kernel_blocks
+        return SlotTokens(num_blocks * block_size, self._runner.device)
+
+    @property
+    def _kernel_blocks(self) -> tuple[int, int]:
+        """(number, size) of the kernels' blocks, which the table counts in; they may be fractions of the manager's."""
+        cache, size = self._runner.kv_cache_config, self._table.block_size
+        group = cache.kv_cache_groups[self._runner.drafter.kv_cache_gid]
+        return cache.num_blocks * (group.kv_cache_spec.block_size // size), size
 
     @property
     def _table(self) -> Any:
@@ -100,31 +133,26 @@ class CatchUp:
             for row, request_id in enumerate(batch.req_ids)
         ]
 
-
-def _widened(inputs: Mapping[str, Any], gaps: Sequence[int], spans: Sequence[Span], token_ids: Any) -> dict[str, Any]:
-    metadata = inputs["common_attn_metadata"]
-    start_of = metadata.query_start_loc_cpu.tolist()
-    tokens: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    for row, (gap, span) in enumerate(zip(gaps, spans, strict=True)):
-        if gap:
-            unread = slice(span.start - gap, span.start)
-            tokens.append(torch.from_numpy(token_ids[row, unread]).to(inputs["target_token_ids"]))
-            positions.append(torch.arange(unread.start, unread.stop).to(inputs["target_positions"]))
-        own = slice(start_of[row], start_of[row + 1])
-        tokens.append(inputs["target_token_ids"][own])
-        positions.append(inputs["target_positions"][own])
-    shift = torch.tensor([0, *gaps], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    query_start_loc_cpu = metadata.query_start_loc_cpu + shift
-    wider = metadata.replace(
-        query_start_loc=metadata.query_start_loc + shift.to(metadata.query_start_loc.device),
-        query_start_loc_cpu=query_start_loc_cpu,
-        num_actual_tokens=int(query_start_loc_cpu[-1]),
-        max_query_len=int(query_start_loc_cpu.diff().max()),
-    )
-    return {
-        **inputs,
-        "target_token_ids": torch.cat(tokens),
-        "target_positions": torch.cat(positions),
-        "common_attn_metadata": wider,
-    }
+    def _widened(self, inputs: Mapping[str, Any], gaps: Sequence[int], spans: Sequence[Span]) -> dict[str, Any]:
+        metadata, device = inputs["common_attn_metadata"], self._runner.device
+        lengths = metadata.query_start_loc_cpu.diff().numpy() + gaps
+        ends = np.add.accumulate(lengths)
+        rows = np.repeat(np.arange(len(spans)), lengths)
+        # Of each request, the positions from the start of its gap to the end of its own tokens.
+        firsts = np.array([span.start - gap for span, gap in zip(spans, gaps, strict=True)])
+        positions = np.arange(ends[-1]) + (firsts - ends + lengths)[rows]
+        size = self._table.block_size
+        slots = self._table.block_table.np[rows, positions // size].astype(np.int64) * size + positions % size
+        shift = np.add.accumulate([0, *gaps], dtype=np.int32)
+        wider = metadata.replace(
+            query_start_loc=metadata.query_start_loc + async_tensor_h2d(shift, device=device),
+            query_start_loc_cpu=metadata.query_start_loc_cpu + torch.from_numpy(shift),
+            num_actual_tokens=int(ends[-1]),
+            max_query_len=int(lengths.max()),
+        )
+        return {
+            **inputs,
+            "target_token_ids": self._slot_tokens.read(async_tensor_h2d(slots, device=device)),
+            "target_positions": async_tensor_h2d(positions, device=device),
+            "common_attn_metadata": wider,
+        }

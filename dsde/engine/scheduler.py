@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from dsde.control.controller import Controller
 from dsde.control.policies import DEFAULT_POLICY
@@ -100,7 +100,10 @@ class _Speculation(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         report = report_of(model_runner_output)
-        self._left_behind.update(report.left_behind)
+        # A report may come after its request has ended, or lost the blocks that it speaks of.
+        self._left_behind.update(
+            i for i in report.left_behind if (r := self.requests.get(i)) and r.status == RequestStatus.RUNNING
+        )
         if report.policy_change is not None:
             self.controller.set_policy(report.policy_change.policy, report.policy_change.settings)
         observed = observation(report, scheduler_output, model_runner_output, self.requests)

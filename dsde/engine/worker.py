@@ -47,7 +47,10 @@ class DsdeWorker(_Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if self._speculation is not None:
             self._speculation.begin(scheduler_output)
-        return super().execute_model(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        if self._speculation is not None:
+            self._speculation.launched()
+        return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
@@ -79,8 +82,7 @@ class _Measurement:
         self._catching_up: _Timer | None = None
         self._change: PolicyChange | None = None
         # Elsewhere vLLM's one draft forward per step keeps the drafter in step, speculating or not.
-        rests = not vllm_config.scheduler_config.async_scheduling and runner.speculative_config.uses_draft_model()
-        self._catch_up = CatchUp(runner) if rests else None
+        self._catch_up = CatchUp(runner) if runner.speculative_config.uses_draft_model() else None
         runner.rejection_sampler = MeasuredRejectionSampler(
             runner.sampler, vllm_config.speculative_config, runner.device, on_verify=self._verifier.measure
         )
@@ -98,6 +100,11 @@ class _Measurement:
         self._verification = _Timer(self._runner.device) if scheduled.total_num_scheduled_tokens else None
         if self._catch_up is not None:
             self._catch_up.begin(scheduled)
+
+    def launched(self) -> None:
+        """Go on after the target's forward pass was launched."""
+        if self._catch_up is not None:
+            self._catch_up.launched()
 
     def change_policy(self, policy: str, settings: Mapping[str, Any]) -> None:
         build_policy(policy, settings, self._max_length)
@@ -123,14 +130,13 @@ class _Measurement:
         return output
 
     def _planned(self, propose: Callable[..., Any]) -> Callable[..., Any]:
-        def planned_propose(*args: Any, **kwargs: Any) -> Any:
+        def planned_propose(scheduled: SchedulerOutput, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
             if self._verification is not None:
                 self._verification.stop()
             # A step of prompt chunks alone plans nothing, and the draft reads them as they come.
             if self._plan.depth == 0 and self._plan.lengths and self._catch_up is not None:
-                self._runner._draft_probs = self._runner._draft_prob_req_ids = None
-                return torch.empty((self._runner.input_batch.num_reqs, 0), dtype=torch.int64)
-            return propose(*args, **kwargs)
+                return self._catch_up.rest(sampled_token_ids)
+            return propose(scheduled, sampled_token_ids, *args, **kwargs)
 
         return planned_propose
 

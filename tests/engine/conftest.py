@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.asynchronous import asynchronous_scheduling
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -77,12 +80,27 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "target"), str(folder / "draft")
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    """Whether the engine schedules asynchronously: what uses it runs in both ways."""
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
 def start_engine(tiny_pair: tuple[str, str]) -> Iterator[Callable[..., Any]]:
-    """start(policy, settings, max_length=..., **engine arguments) -> vllm.LLM over the tiny pair, in float32."""
+    """start(policy, settings, max_length=..., asynchronous=..., **engine arguments): the tiny pair, in float32.
+
+    It returns a vllm.LLM.
+    """
     engines: list[Any] = []
 
-    def start(policy: str = "static", settings: dict[str, Any] | None = None, max_length: int = 4, **extra: Any) -> Any:
+    def start(
+        policy: str = "static",
+        settings: dict[str, Any] | None = None,
+        max_length: int = 4,
+        asynchronous: bool = False,
+        **extra: Any,
+    ) -> Any:
         from vllm import LLM
 
         from dsde.config import DsdeConfig
@@ -96,9 +114,9 @@ def start_engine(tiny_pair: tuple[str, str]) -> Iterator[Callable[..., Any]]:
                 "engine": {"kv_cache_gib": 0.25, "max_num_seqs": 64},
             }
         )
-        engines.append(
-            LLM(**{**engine_arguments(config), "skip_tokenizer_init": True, "disable_log_stats": True, **extra})
-        )
+        with asynchronous_scheduling() if asynchronous else nullcontext({}) as scheduling:
+            arguments = {**engine_arguments(config), "skip_tokenizer_init": True, "disable_log_stats": True}
+            engines.append(LLM(**{**arguments, **scheduling, **extra}))
         return engines[-1]
 
     yield start

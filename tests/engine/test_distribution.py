@@ -23,6 +23,11 @@ def engine(start_engine: Any) -> Any:
     return start_engine("static", {"length": 4})
 
 
+@pytest.fixture(scope="module")
+def asynchronous_engine(start_engine: Any) -> Any:
+    return start_engine("static", {"length": 4}, asynchronous=True)
+
+
 def scheduler_of(engine: Any) -> Any:
     return engine.llm_engine.engine_core.engine_core.scheduler
 
@@ -127,9 +132,11 @@ def test_a_sampler_with_the_wrong_temperature_fails(
     assert p_value(sample(engine, 1.0, 0, "static"), expected) < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["engine", "asynchronous_engine"])
 def test_samples_follow_the_target_while_drafting_switches_off_and_on(
-    engine: Any, tiny_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    kind: str, tiny_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    engine = request.getfixturevalue(kind)
     depths = switch_off_and_on(scheduler_of(engine), monkeypatch)
     expected = exact_pairs(tiny_pair[0], temperature=1.0, top_k=0)
     assert p_value(sample(engine, 1.0, 0, "static"), expected) > 1e-3

@@ -23,8 +23,8 @@ def prompts() -> list[dict[str, list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def engine(start_engine: Any) -> Any:
-    return start_engine("static", {"length": 3}, max_length=6)
+def engine(start_engine: Any, asynchronous: bool) -> Any:
+    return start_engine("static", {"length": 3}, max_length=6, asynchronous=asynchronous)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "mixed"])
@@ -57,7 +57,11 @@ def test_tiny_pair_while_drafting_switches_off_and_on(
     from vllm import SamplingParams
 
     depths = switch_off_and_on(engine.llm_engine.engine_core.engine_core.scheduler, monkeypatch)
-    parameters = SamplingParams(temperature=0, max_tokens=60, detokenize=False)
+    # A penalty needs the tokens on the host, which asynchronous scheduling has to fetch.
+    parameters = [
+        SamplingParams(temperature=0, max_tokens=60, detokenize=False, repetition_penalty=1 + 0.2 * (i % 2))
+        for i in range(len(prompts))
+    ]
     outputs = engine.generate(prompts, parameters, use_tqdm=False)
     assert tokens(outputs) == tokens(plain_engine.generate(prompts, parameters, use_tqdm=False))
     assert {0, 3} <= set(depths)
