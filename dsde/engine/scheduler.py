@@ -232,7 +232,13 @@ class DsdeScheduler(_Speculation):
 
 
 class DsdeAsyncScheduler(_Speculation, AsyncScheduler):
-    """Asynchronous scheduling: drafts stay on the device, so each request's placeholder list carries its length."""
+    """Asynchronous scheduling: drafts stay on the device, so each request's placeholder list carries its length.
+
+    No trim() follows the drafting. The host shapes and launches the next forward pass before the drafter has said how
+    sure it is; to read that first, it would have to wait for the device at every step, which asynchronous scheduling is
+    there to avoid. Masking drafts on the device would save nothing: the pass would be as wide. So lengths are what pays
+    by what is known before drafting. Depth 0 needs no such knowledge, and lets the drafter rest as it does elsewhere.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,6 +1,6 @@
 """What a step without drafts costs: an engine whose drafter rests and one without a drafter take turns.
 
-python tests/benchmarks/off_step.py --scheduling asynchronous --batch 8
+python -m tests.benchmarks.off_step --scheduling asynchronous --batch 8
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asynchronous scheduling, which CPU engines refuse, tested on real Scheduler objects with hand-made worker outputs."""
+"""Asynchronous scheduling, step by step: real Scheduler objects with hand-made worker outputs."""
 
 from __future__ import annotations
 
@@ -181,3 +181,36 @@ def test_bad_option_under_plain_vllm_serve_falls_back_to_the_default(make_schedu
     scheduler.add_request(request("a", dsde_policy="fastest"))
     scheduler.schedule()
     assert drafts_of(scheduler.schedule()) == {"a": 2}
+
+
+def test_the_drafter_rests_and_goes_on_one_step_ahead(make_scheduler: Any) -> None:
+    scheduler = make_scheduler("static", {"length": 3})
+    scheduler.add_request(request("a"))
+    pending = [scheduler.schedule(), scheduler.schedule()]
+    depths, drafts = [], []
+    for length in (0, 0, 3, 3):
+        done = pending.pop(0)
+        scheduler.update_from_output(done, run_worker(done, {"a": 1}))
+        scheduler.controller.set_policy("static", {"length": length})
+        pending.append(scheduler.schedule())
+        depths.append(pending[-1].num_spec_tokens_to_schedule)
+        drafts.append(drafts_of(pending[-1]))
+    # A step's plan says how many placeholders the next one has; the last drafts before the rest are still verified.
+    assert (depths, drafts) == ([0, 0, 3, 3], [{"a": 3}, {}, {}, {"a": 3}])
+
+
+def test_a_late_report_leaves_no_ended_request_behind(make_scheduler: Any) -> None:
+    from vllm.v1.request import RequestStatus
+
+    from dsde.engine.transport import WorkerReport, attach_report
+
+    scheduler = make_scheduler("static", {"length": 3})
+    for name in "ab":
+        scheduler.add_request(request(name))
+    first = scheduler.schedule()
+    scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    output = run_worker(first, {})
+    attach_report(output, WorkerReport(left_behind=("a", "b")))
+    scheduler.update_from_output(first, output)
+    assert scheduler._left_behind == {"a"}
+    assert scheduler.schedule().num_spec_tokens_to_schedule == 0

@@ -73,8 +73,13 @@ RUNNER = (
     "self.drafter.propose(",
     "self.propose_draft_token_ids(",
     "self.rejection_sampler(",
-    "self.input_batch.token_ids_cpu",
     "self.kv_cache_config",
+    "self.input_batch.num_computed_tokens_cpu",
+    "self.input_ids.gpu[",
+    "self.discard_request_mask.gpu",
+    "self.use_async_scheduling",
+    "self.drafter.prepare_next_token_ids_padded(",
+    "def _copy_valid_sampled_token_count(",
 )
 
 
@@ -91,6 +96,21 @@ def test_the_private_names_that_the_plugin_overrides_or_reads_are_there() -> Non
     assert [
         name for name in ("self._last_draft_probs", "self.kv_cache_gid", "self.input_ids") if name not in proposer
     ] == []
+
+
+def test_asynchronous_steps_still_know_their_positions_before_they_draft() -> None:
+    from vllm.v1.worker.block_table import BlockTable
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    # Once the forward is launched, positions are corrected for the drafts that the step before rejected.
+    execute = inspect.getsource(GPUModelRunner.execute_model)
+    assert execute.rindex("deferred_state_corrections_fn()") > execute.rindex("self.execute_model_state =")
+    # A step that verified nothing hands its tokens on without the drafter; one that did needs the drafter's counts.
+    bookkeeping = inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "if self.input_batch.prev_sampled_token_ids is None:\n                assert" in bookkeeping
+    assert "self.input_batch.prev_sampled_token_ids = sampled_token_ids" in bookkeeping
+    table = inspect.getsource(BlockTable.__init__)
+    assert all(name in table for name in ("self.block_size", "self.block_table", "self.slot_mapping"))
 
 
 def test_statistics_still_have_a_field_that_only_kv_connectors_use() -> None:
