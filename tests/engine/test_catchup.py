@@ -82,6 +82,9 @@ def generate(engine: Any, prompts: list[list[int]], tokens: int, at_step: Callab
     try:
         parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+        # In asynchronous scheduling one more step was launched before the last output was read.
+        while core.batch_queue:
+            core.step_with_batch_queue()
     finally:
         core.scheduler.schedule = schedule
 
