@@ -117,7 +117,7 @@ def received() -> Iterator[Collector]:
 def served(received: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = tmp_path_factory.mktemp("access") / "keys.json"
     # One test fills every queue.
-    key = dsde_keys("add", "tests", "--file", str(keys), "--concurrency", "1000")
+    key = dsde_keys("add", "tests", "--file", str(keys), "--concurrency", "10000")
     environment = user_environment() | {
         "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "200",
