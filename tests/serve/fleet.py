@@ -33,13 +33,9 @@ def taken(engines: DeploymentHandle) -> list[int]:
 
 def published(engines: DeploymentHandle) -> list[ReplicaStats]:
     """What the replicas tell a router of this process; the handle's own router, since it has no public name."""
-    if not engines.is_initialized:
-        engines._init()
-    # Made on its own event loop, at the latest by a call; the public property would make it on this thread.
-    router = engines._router._asyncio_router._request_router
-    if router is None:
-        loads(engines)
-    running = [] if router is None else router.curr_replicas.values()
+    # The router is made by the first call, in the loop in which it lives.
+    engines.load.remote().result(timeout_s=30)
+    running = engines._router._asyncio_router.request_router.curr_replicas.values()
     return [ReplicaStats.from_dict(one.routing_stats) for one in running if one.routing_stats]
 
 
