@@ -25,7 +25,6 @@ __all__ = ["OpenAIIngress"]
 _HEALTH_TIMEOUT_S = 0.8
 # In Ray's words of an actor that Serve ended: no request is to blame for that.
 _STOPPED = "ray.kill"
-_FULL = "every engine replica is full; send the request again later"
 
 
 @serve.deployment(
@@ -49,6 +48,7 @@ class OpenAIIngress(InferenceService):
     async def __serve_build_asgi_app__(self) -> FastAPI:
         from dsde.access.asgi import GateMiddleware
         from dsde.access.gate import Gate
+        from dsde.access.queue import QueueBound
         from dsde.engine.generation import TextGeneration
         from dsde.engine.openai_app import build_openai_app
         from dsde.engine.plugin import served_name
@@ -72,16 +72,22 @@ class OpenAIIngress(InferenceService):
             client, served_name(self._config), self._config.serving.tool_call_parser, self._config.limits
         )
         gate = Gate.of(self._config)
+        app.add_middleware(QueueBound, is_full=self._is_full)
+        # The last one added is asked first: who has no key is not told of the queue.
         app.add_middleware(GateMiddleware, gate=gate)
-        self.offer(TextGeneration(client, app.state), gate, self._config.speculation.max_length)
+        self.offer(TextGeneration(client, app.state), gate, self._config.speculation.max_length, self._is_full)
         return app
 
+    def _is_full(self) -> bool:
+        # Serve counts a request some steps after it has let it in, which a burst gets past.
+        return self._queued >= self._config.serving.max_queued_requests
+
     async def _generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
+        from dsde.access.queue import FULL
         from dsde.engine.call import EngineDied, EnginesFull, EngineUnavailable
 
-        # Serve counts a request some steps after it has let it in, which a burst gets past.
-        if self._queued >= self._config.serving.max_queued_requests:
-            raise EnginesFull(_FULL)
+        if self._is_full():
+            raise EnginesFull(FULL)
         response = None
         finished = False
         try:
@@ -109,7 +115,7 @@ class OpenAIIngress(InferenceService):
         except BackPressureError as error:
             # Cancelling what was never assigned would raise this error once more.
             finished = True
-            raise EnginesFull(_FULL) from error
+            raise EnginesFull(FULL) from error
         finally:
             # Neither a dropped generator nor a cancelled task stops the replica's side; this does.
             if response is not None and not finished:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -16,6 +17,7 @@ from deployments.rpc.answer import Answer
 from deployments.rpc.request import field_at_fault, openai_body
 from deployments.rpc.status import Context, set_status
 from dsde.access.gate import Admission, Gate
+from dsde.access.queue import FULL, RETRY_AFTER_S
 from dsde.engine.refusal import RequestRefused
 
 if TYPE_CHECKING:
@@ -34,10 +36,15 @@ _Serving = health_pb2.HealthCheckResponse
 class InferenceService:
     """Mixed into a deployment, which calls offer() before the first call arrives."""
 
-    def offer(self, generation: TextGeneration, gate: Gate, max_length: int) -> None:
-        """Serve `generation` behind `gate`; max_length: longest speculation length in draft tokens."""
+    def offer(
+        self, generation: TextGeneration, gate: Gate, max_length: int, is_full: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Serve `generation` behind `gate`.
+
+        max_length: longest speculation length in draft tokens. is_full: whether no more may wait for an engine.
+        """
         self._generation = generation
-        self._gate = gate
+        self._gate, self._is_full = gate, is_full
         self._max_length = max_length
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: Context) -> pb.GenerateResponse:
@@ -79,6 +86,8 @@ class InferenceService:
         """The messages of an answer; one that fails ends in an empty message, which carries its status."""
         try:
             with self._enter(context):
+                if self._is_full():
+                    raise RequestRefused(HTTPStatus.TOO_MANY_REQUESTS, FULL, retry_after_s=RETRY_AFTER_S)
                 generation = await self._generation.start(openai_body(request, stream), _headers(context))
                 top = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
                 answer = Answer(generation.request_id, self._generation.model_name, generation.num_prompt_tokens, top)

@@ -1,35 +1,42 @@
-"""Ten times what the engines take, at once: what fits and what may queue is answered, all others are refused."""
+"""Ten times what the engines take: most requests are refused at once, the others answered, and all is as before."""
 
 from __future__ import annotations
 
 import asyncio
+import statistics
+import time
 from dataclasses import dataclass
 
 import grpc
 import httpx
+import psutil
 from ray.serve.handle import DeploymentHandle
 
 from deployments.proto.dsde.v1 import inference_pb2 as pb
 from deployments.proto.dsde.v1 import inference_pb2_grpc as pb_grpc
 from tests.serve.conftest import Served
-from tests.serve.fleet import seconds_until, unfinished
+from tests.serve.fleet import processes, seconds_until, unfinished
 
 # Two replicas take 64 each, and 256 wait.
 TAKEN, QUEUED = 2 * 64, 256
 REQUESTS = 10 * TAKEN
+# Under way at once: as many as fit, and those that are being refused.
+AT_ONCE = TAKEN + QUEUED + 16
 TOKENS = 4
 TIMEOUT_S = 240
-RECOVERY_S = 10.0
+RECOVERY_S, EARLY_S = 10.0, 3.0
+GROWTH = 400 * 2**20
 PROMPT = "Once upon a time"
 
 
 @dataclass
 class Told:
-    """code: HTTP's status or gRPC's. complete: the whole answer came."""
+    """code: HTTP's status or gRPC's. took_s: seconds from the request to its end."""
 
     code: int | grpc.StatusCode
     complete: bool = False
     retry_after: str | None = None
+    took_s: float = 0.0
 
 
 async def over_http(web: httpx.AsyncClient, stream: bool) -> Told:
@@ -51,24 +58,47 @@ async def over_grpc(inference: pb_grpc.InferenceStub, key: str) -> Told:
 
 
 async def flood(served: Served) -> list[Told]:
-    limits = httpx.Limits(max_connections=None)
-    options = {"timeout": TIMEOUT_S, "trust_env": False, "limits": limits, "headers": served.headers}
+    options = {"timeout": TIMEOUT_S, "trust_env": False, "headers": served.headers}
     async with (
-        httpx.AsyncClient(base_url=served.url, **options) as web,
+        httpx.AsyncClient(base_url=served.url, limits=httpx.Limits(max_connections=None), **options) as web,
         grpc.aio.insecure_channel(served.address, (("grpc.enable_http_proxy", 0),)) as channel,
     ):
-        inference = pb_grpc.InferenceStub(channel)
-        asked = [
-            over_grpc(inference, served.key) if number % 2 else over_http(web, stream=number % 4 == 0)
-            for number in range(REQUESTS)
-        ]
-        return await asyncio.gather(*asked)
+        inference, room = pb_grpc.InferenceStub(channel), asyncio.Semaphore(AT_ONCE)
+
+        async def ask(number: int) -> Told:
+            async with room:
+                start = time.monotonic()
+                over = over_grpc(inference, served.key) if number % 2 else over_http(web, stream=number % 4 == 0)
+                told = await over
+                told.took_s = time.monotonic() - start
+                return told
+
+        return await asyncio.gather(*map(ask, range(REQUESTS)))
 
 
-def test_ten_times_the_capacity_is_answered_or_refused_and_leaves_nothing(
-    served: Served, engines: DeploymentHandle
+def memory(served: Served) -> dict[str, int]:
+    """Bytes of the processes that hold requests, by what they are."""
+    names = ("OpenAIIngress", "ProxyActor", "EngineReplica")
+    return {
+        name: sum(one.memory_info().rss for one in processes(served, name) if one.status() != psutil.STATUS_ZOMBIE)
+        for name in names
+    }
+
+
+def seconds(web: httpx.Client) -> float:
+    start = time.monotonic()
+    assert web.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": TOKENS}).status_code == 200
+    return time.monotonic() - start
+
+
+def test_ten_times_the_capacity_is_refused_early_and_leaves_nothing(
+    served: Served, engines: DeploymentHandle, web: httpx.Client
 ) -> None:
+    seconds(web)
+    before_s = statistics.median(seconds(web) for _ in range(5))
+    before = memory(served)
     told = asyncio.run(flood(served))
+    over = time.monotonic()
     seconds_until(lambda: unfinished(engines) == 0, RECOVERY_S)
 
     answered = [one for one in told if one.code in (200, grpc.StatusCode.OK)]
@@ -79,3 +109,10 @@ def test_ten_times_the_capacity_is_answered_or_refused_and_leaves_nothing(
     assert all(one.retry_after == "1" for one in refused if one.code == 503)
     # While requests are refused, others end and make room: few more are answered than fit at once.
     assert len(answered) < 2 * (TAKEN + QUEUED)
+    # Who is refused is told so at once; most of those who are not wait long.
+    assert statistics.median(one.took_s for one in refused) < EARLY_S
+    assert statistics.median(one.took_s for one in answered) > EARLY_S
+    for name, size in memory(served).items():
+        assert size - before[name] < GROWTH, (name, before[name], size)
+    while statistics.median(seconds(web) for _ in range(3)) > 1.5 * before_s + 0.1:
+        assert time.monotonic() - over < RECOVERY_S

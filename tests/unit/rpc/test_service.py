@@ -113,6 +113,13 @@ async def test_a_refusal_becomes_a_status(status: int, code: grpc.StatusCode) ->
     assert await streamed(refused, context) == [pb.GenerateResponse()]
 
 
+async def test_a_full_queue_refuses_before_the_request_is_read() -> None:
+    context, one, generation = Context(), InferenceService(), Generation()
+    one.offer(generation, OPEN, 8, lambda: True)  # type: ignore[arg-type]
+    assert await one.Generate(pb.GenerateRequest(), context) == pb.GenerateResponse()
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_a_bad_field_stands_in_the_details() -> None:
     context = Context()
     await serving(Generation(refuses=RequestRefused(400, "must be positive, got -1", "top_p"))).Generate(
