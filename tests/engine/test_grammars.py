@@ -16,7 +16,7 @@ from dsde.config import LimitsConfig, from_values
 from dsde.engine.plugin import engine_arguments
 
 KEPT_MB = 1
-PROPERTIES = 1850
+PROPERTIES = 1840
 
 
 @pytest.fixture
