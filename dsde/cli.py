@@ -187,8 +187,10 @@ With --traffic every stream is compared with the same one before the first fault
 {"requests", "lost", "duplicated", "wrong", "errors_explicit", "resumed", "faults"}. Lost are those that broke off
 without an error; the exit status is 1 where one was lost, duplicated or wrong.
 
---json writes {"seed", "every_s", "faults": [{"at_s", "kind", "pid", "left", "recovered_s"}, ...]}; a fault with the pid
-null was left out, recovered_s is the time until as many engine processes ran as at the start.
+--json writes {"seed", "every_s", "faults": [{"at_s", "kind", "pid", "left", "recovered_s"}, ...], "memory_mib"}. A
+fault with the pid null was left out; recovered_s is the time until as many engine processes ran as at the start;
+memory_mib is that of the processes that outlived all faults, [before the first, at the end], and growth by a fifth and
+200 MiB fails.
 """
 
 

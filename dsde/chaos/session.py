@@ -20,6 +20,8 @@ __all__ = ["Fault", "check", "run"]
 
 _POLL_S = 0.5
 _RECOVERY_S = 240.0
+GROWTH, SLACK_MIB = 1.2, 200
+"""What the memory of processes that outlive all faults may grow by."""
 # Engines that a fault of each kind takes away.
 _COSTS = {"engine": 1, "replica": 1, "stall": 1, "ingress": 0}
 
@@ -63,7 +65,7 @@ def run(
 
     keep: engines that a fault must leave running; one that would not waits, and is left out where the time ends first.
     traffic: streams to send meanwhile; the last line printed is then their Verdict as JSON. 1 where the application
-    ended, is not whole within four minutes of the last fault, or the verdict does not hold.
+    ended, is not whole within four minutes of the last fault, its memory has grown, or the verdict does not hold.
     """
     application = Application(pid)
     seconds = minutes * 60.0
@@ -73,17 +75,23 @@ def run(
             whole = session.run(plan(seed, kinds, every_s, seconds))
     finally:
         if json_file is not None:
-            report = {"seed": seed, "every_s": every_s, "faults": [asdict(one) for one in session.faults]}
+            faults = [asdict(one) for one in session.faults]
+            report = {"seed": seed, "every_s": every_s, "faults": faults, "memory_mib": session.memory_mib}
             json_file.write_text(json.dumps(report, indent=1) + "\n")
     done = sum(one.pid is not None for one in session.faults)
     print(f"{done} faults, {len(session.faults) - done} left out; {'whole again' if whole else 'NOT whole'}")
+    flat = session.memory_mib[-1] <= GROWTH * session.memory_mib[0] + SLACK_MIB
+    print(
+        f"memory of the processes that outlived all faults: {session.memory_mib[0]} MiB before the first, "
+        f"{session.memory_mib[-1]} MiB at the end{'' if flat else ': NOT flat'}"
+    )
     if traffic is None:
-        return 0 if whole else 1
+        return 0 if whole and flat else 1
     for line in traffic.complaints:
         print(line)
     traffic.verdict.faults = done
     print(json.dumps(traffic.verdict.to_dict()), flush=True)
-    return 0 if whole and traffic.verdict.holds else 1
+    return 0 if whole and flat and traffic.verdict.holds else 1
 
 
 class _Session:
@@ -94,12 +102,32 @@ class _Session:
         self._clock = clock
         self._start = clock()
         self._engines = len(application.engines())
+        self._before: dict[int, int] = {}
+        self._after: dict[int, int] = {}
+
+    @property
+    def memory_mib(self) -> tuple[int, int]:
+        """(before the first fault, at the end), of the processes that were there both times."""
+        lasting = self._before.keys() & self._after.keys()
+        before, after = (sum(at[pid] for pid in lasting) >> 20 for at in (self._before, self._after))
+        return before, after
 
     def run(self, planned: Sequence[Planned]) -> bool:
         self._start = self._clock()
         self._say(f"{self._engines} engines below pid {self._application.pid}; {len(planned)} faults to come")
-        for one in planned:
-            if not self._watch(one.at_s) or not self._watch(self._seconds, partial(self._bears, one.kind)):
+        try:
+            return self._run(planned)
+        finally:
+            self._after = self._application.memory()
+
+    def _run(self, planned: Sequence[Planned]) -> bool:
+        for number, one in enumerate(planned):
+            if not self._watch(one.at_s):
+                return False
+            if number == 0:
+                # By now traffic has warmed it up.
+                self._before = self._application.memory()
+            if not self._watch(self._seconds, partial(self._bears, one.kind)):
                 return False
             self._inject(one)
         return self._watch(self._now() + _RECOVERY_S, lambda: not self._open) and not self._open

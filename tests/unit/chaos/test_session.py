@@ -67,6 +67,19 @@ def test_faults_hit_and_are_reported(
     assert first["recovered_s"] > 0
     assert not psutil.pid_exists(first["pid"])
     assert "2 faults, 0 left out; whole again" in capsys.readouterr().out
+    before_mib, after_mib = told["memory_mib"]
+    assert before_mib > 5
+    assert abs(after_mib - before_mib) < 10
+
+
+def test_memory_that_grows_fails(
+    serve: Callable[[], Application], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    application = serve()
+    sizes = iter([{1: 100 << 20, 2: 900 << 20}, {1: 321 << 20, 3: 5 << 20}])
+    monkeypatch.setattr(Application, "memory", lambda self: next(sizes))
+    assert run(application.pid, every_s=0.1, minutes=0.003, seed=0, kinds=["engine"], keep=2, json_file=None) == 1
+    assert "100 MiB before the first, 321 MiB at the end: NOT flat" in capsys.readouterr().out
 
 
 def test_a_fault_that_would_leave_too_few_engines_is_left_out(
