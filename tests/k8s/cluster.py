@@ -147,13 +147,14 @@ class Cluster:
         except httpx.HTTPError:
             return False
 
-    def put(self, config: Manifest) -> None:
-        """What the operator does with serveConfigV2."""
+    def put(self, config: Manifest) -> Manifest:
+        """What the operator does with serveConfigV2. Returns what was put: as it stands, but for where the keys are."""
         own = self.folder / "keys.json"
         write_keys(own, [_KEY])
-        config = json.loads(json.dumps(config).replace(_KEYS_FILE, str(own)))
-        answer = self._rest.put("/api/serve/applications/", json=config)
+        sent: Manifest = json.loads(json.dumps(config).replace(_KEYS_FILE, str(own)))
+        answer = self._rest.put("/api/serve/applications/", json=sent)
         assert answer.status_code == 200, answer.text
+        return sent
 
     def anonymous_status(self) -> int:
         """The answer to somebody without the cluster's token."""

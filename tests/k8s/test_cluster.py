@@ -164,11 +164,11 @@ def no_request_fails(nodes: list[Node]) -> Iterator[Load]:
 def test_serve_builds_and_places_the_application_of_the_gpu_overlay(head: Cluster) -> None:
     config = serve_config("gpu")
     assert config == serve_config("gpu-redis")
-    head.put(config)
+    sent = head.put(config)
     names = ("EngineReplica", "OpenAIIngress")
     seconds_until(lambda: all(len(head.replicas(name)) == 2 for name in names), READY_TIMEOUT_S)
     app = head.application()
-    (wanted,) = config["applications"]
+    (wanted,) = sent["applications"]
     assert {name: app["deployed_app_config"][name] for name in wanted} == wanted
     asked = app["deployments"]["EngineReplica"]["deployment_config"]["ray_actor_options"]
     assert (asked["num_cpus"], asked["num_gpus"]) == (4, 1)
