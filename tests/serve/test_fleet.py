@@ -59,7 +59,8 @@ def test_a_disconnect_aborts_the_request_within_a_second(
 ) -> None:
     body = {"model": served.model, "messages": STORY, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
     connection = http.client.HTTPConnection(served.url.removeprefix("http://").removesuffix("/v1"), timeout=60)
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers={"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **served.headers}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers=headers)
     if stream:
         assert connection.getresponse().read(200).startswith(b"data: ")
     seconds_until(lambda: unfinished(engines) == 1, 60)
