@@ -12,6 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.util import metrics as ray_metrics
 
+from deployments.loopback import keep_local
 from deployments.rpc.service import InferenceService
 from dsde.config import DsdeConfig
 
@@ -40,6 +41,7 @@ class OpenAIIngress(InferenceService):
     """Serves the OpenAI API and the gRPC service of `config` over `engines`, a handle to EngineReplica."""
 
     def __init__(self, config: DsdeConfig, engines: DeploymentHandle) -> None:
+        keep_local()
         self._config = config
         self._engines = engines
         self._streams = engines.options(stream=True)

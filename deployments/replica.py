@@ -10,6 +10,7 @@ from ray import serve
 from ray.util import metrics as ray_metrics
 
 from deployments.autoscaling import signals
+from deployments.loopback import keep_local
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
 
@@ -42,6 +43,7 @@ class EngineReplica:
         from dsde.engine.plugin import served_name
         from dsde.telemetry.setup import start
 
+        keep_local()
         self._config = config
         self._policy = (config.speculation.policy, dict(config.speculation.settings))
         self._taken = 0

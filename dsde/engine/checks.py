@@ -63,6 +63,8 @@ def _checked(
 ) -> Callable[..., Awaitable[Any]]:
     async def render_checked(request: Any, *args: Any, **kwargs: Any) -> Any:
         _check_fields(request)
+        if isinstance(request, ResponsesRequest):
+            _fill_in(request)
         _check_size(request, limits)
         field = _field_of_structure(request)
         rendered = await render(request, *args, **kwargs)
@@ -101,6 +103,14 @@ def _check_fields(request: Any) -> None:
             f"request_id has {len(request.request_id)} characters; accepted: at most {_LONGEST_ID}",
             parameter="request_id",
         )
+
+
+def _fill_in(request: ResponsesRequest) -> None:
+    """Take null for absent: vLLM fails on some of these once the engine has answered."""
+    for name in request.model_fields_set & type(request).model_fields.keys():
+        field = type(request).model_fields[name]
+        if getattr(request, name) is None and not field.is_required() and field.default is not None:
+            setattr(request, name, field.get_default(call_default_factory=True))
 
 
 def _field_of_structure(request: Any) -> str:

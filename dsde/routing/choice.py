@@ -22,8 +22,11 @@ R = TypeVar("R", bound=Hashable)
 
 STALE_S = 5.0
 """Age from which a publication is not relied on."""
-UNSENT_S = 30.0
-"""Age from which a request that was chosen a replica, and never reached one, is struck from the books."""
+UNSENT_S = 2.0
+"""Age from which a request that was chosen a replica, and has not reached one, is struck from the books.
+
+It has been cancelled, of which nobody tells a router, or waits for a place, and is booked anew when it gets one.
+"""
 BOOKED = 65_536
 """Requests in the books at most."""
 RANKED = 3
@@ -57,7 +60,6 @@ class _Booked:
 
     row: int
     level: int
-    at: float
     sent: bool = False
 
 
@@ -94,6 +96,7 @@ class StabilityAware(Generic[R]):
         self._draining: set[int] = set()
         self._measured = np.zeros((0, 3))
         self._booked: OrderedDict[str, _Booked] = OrderedDict()
+        self._unsent: OrderedDict[str, float] = OrderedDict()
         self._late: OrderedDict[str, R] = OrderedDict()
         self._classes: dict[str, ClassStats] = {}
         self._alphas: dict[str, float] = {}
@@ -135,6 +138,7 @@ class StabilityAware(Generic[R]):
         self._merge(gone.classes if gone is not None else {}, {})
         for number in [number for number, one in self._booked.items() if one.row == row]:
             del self._booked[number]
+            self._unsent.pop(number, None)
         self._prefixes.forget(row)
         self._draining.discard(row)
         self._replicas[row] = _Replica()
@@ -195,6 +199,7 @@ class StabilityAware(Generic[R]):
         if request is None or 2 * stale > len(usable):
             pair = self._random.sample(usable, min(2, len(usable)))
             return [pair, [one for one in usable if one not in pair]] if len(usable) > 2 else [pair]
+        self._strike(now)
         self._settle()
         wanted = self._wanted(request, now)
         total = losses(self._fleet, wanted).total[rows]
@@ -218,12 +223,13 @@ class StabilityAware(Generic[R]):
         booked = self._booked.get(number)
         if self._late.pop(number, None) == replica:
             if booked is not None:
-                self._leave(self._booked.pop(number))
+                self._leave(number)
         else:
             if booked is None or booked.row != row:
                 booked = self._book(number, row, request, self._wanted(request, now), now)
             if not booked.sent:
                 booked.sent = True
+                del self._unsent[number]
                 self._replicas[row].own += 1
         self._prefixes.sent(request.blocks, row)
         self._settle()
@@ -241,7 +247,7 @@ class StabilityAware(Generic[R]):
             if len(self._late) > LATE:
                 self._late.popitem(last=False)
         if booked is not None and booked.row == row:
-            self._leave(self._booked.pop(number))
+            self._leave(number)
             self._settle()
 
     def _believed(self, row: int, idle_s: float) -> list[float]:
@@ -266,19 +272,21 @@ class StabilityAware(Generic[R]):
         return size
 
     def _book(self, number: str, row: int, request: Request, wanted: Wanted, now: float) -> _Booked:
-        before = self._booked.pop(number, None)
-        if before is not None:
-            self._leave(before)
-        booked = self._booked[number] = _Booked(row, wanted.level, now)
+        if number in self._booked:
+            self._leave(number)
+        booked = self._booked[number] = _Booked(row, wanted.level)
+        self._unsent[number] = now
         fleet = self._fleet
         fleet.members[row, wanted.level] += 1.0
         self._read_by[row] = max(self._read_by[row], now) + 1e-3 * fleet.token[row] * wanted.prompt[row]
         self._changed.add(row)
         if len(self._booked) > BOOKED:
-            self._leave(self._booked.popitem(last=False)[1])
+            self._leave(next(iter(self._booked)))
         return booked
 
-    def _leave(self, booked: _Booked) -> None:
+    def _leave(self, number: str) -> None:
+        booked = self._booked.pop(number)
+        self._unsent.pop(number, None)
         if booked.sent:
             replica = self._replicas[booked.row]
             replica.own -= 1
@@ -293,16 +301,12 @@ class StabilityAware(Generic[R]):
         self._changed.clear()
 
     def _strike(self, now: float) -> None:
-        """Forget the oldest requests that were never sent; those that are being served may take their time."""
-        for number in list(self._oldest(16)):
-            booked = self._booked[number]
-            if booked.sent:
-                self._booked.move_to_end(number)
-            elif now - booked.at > UNSENT_S:
-                self._leave(self._booked.pop(number))
-
-    def _oldest(self, count: int) -> list[str]:
-        return [number for number, _ in zip(self._booked, range(count), strict=False)]
+        """Forget the requests that were not sent in time; those that are being served may take theirs."""
+        while self._unsent:
+            number, at = next(iter(self._unsent.items()))
+            if now - at <= UNSENT_S:
+                break
+            self._leave(number)
 
     def _merge(self, before: Mapping[str, ClassStats], after: Mapping[str, ClassStats]) -> None:
         """Replace one replica's part in the sums of all."""

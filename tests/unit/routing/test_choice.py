@@ -211,6 +211,16 @@ def test_a_choice_that_was_never_sent_is_struck_and_one_that_is_served_is_not() 
     assert made.booked == 0
 
 
+def test_requests_that_were_cancelled_unsent_do_not_weigh_on_their_replica() -> None:
+    made = router()
+    for number in range(300):
+        made.choose(f"cancelled {number}", PLAIN, ["b"], 1.0)
+    made.routed("one", PLAIN, "a", 1.0)
+    assert first(made) == "a"
+    assert first(made, now=1.1 + UNSENT_S) == "b"
+    assert made.booked == 1
+
+
 def test_requests_that_wait_at_this_router_do_not_hide_another_router_s() -> None:
     made = router()
     for number in range(4):
