@@ -13,7 +13,7 @@ import numpy as np
 
 from dsde.routing.prefixes import Prefixes
 from dsde.routing.request import BLOCK, Request
-from dsde.routing.score import DEEPEST, Fleet, Wanted, level, losses
+from dsde.routing.score import DEEPEST, Array, Fleet, Wanted, level, losses
 from dsde.routing.stats import ClassStats, ReplicaStats, acceptance
 
 __all__ = ["StabilityAware"]
@@ -44,6 +44,8 @@ COSTS = (20.0, 0.1, 1.5)
 NOISE = 1.3
 """Factor up to which a replica's costs may differ from the others' for no other reason than how they were measured."""
 TINY_MS = 1e-6
+SIZE = np.array([1.0, 16.0, 1.0])
+"""The step by which replicas are compared, in (a, b, d): one of 16 tokens, and one draft step."""
 FADES_S = 10.0
 """Time without a request after which that factor is squared, and so on: a replica that was slow once is tried again."""
 TIE = 2e-3
@@ -250,15 +252,17 @@ class StabilityAware(Generic[R]):
             self._leave(number)
             self._settle()
 
-    def _believed(self, row: int, idle_s: float) -> list[float]:
-        """a, b and d of a replica: what it has measured, drawn to the median of all as far as noise accounts for."""
+    def _believed(self, row: int, idle_s: float) -> Array:
+        """a, b and d of a replica: the median of all, by as much faster or slower as noise does not account for.
+
+        One replica's a and b apart are not to be relied on: what steps of few sizes have taken fits many lines. A b of
+        0 would draw every request there.
+        """
         noise = NOISE ** min(1.0 + idle_s / FADES_S, 30.0)
         measured = self._measured[list(self._rows.values())]
-        middle = np.maximum(np.median(measured[measured[:, 0] > 0.0], axis=0), TINY_MS)
-        ratio = np.maximum(self._measured[row], TINY_MS) / middle
-        slower, faster = np.maximum(1.0, ratio / noise), np.minimum(1.0, ratio * noise)
-        believed: list[float] = (middle * np.where(ratio > 1.0, slower, faster)).tolist()
-        return believed
+        middle: Array = np.maximum(np.median(measured[measured[:, 0] > 0.0], axis=0), TINY_MS)
+        ratio = float(self._measured[row] @ SIZE) / float(middle @ SIZE)
+        return middle * (max(1.0, ratio / noise) if ratio > 1.0 else min(1.0, ratio * noise))
 
     def _grow(self) -> int:
         size = len(self._replicas)

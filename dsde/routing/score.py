@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ACCEPTANCE", "DEEPEST", "LEVELS", "Fleet", "Losses", "Wanted", "level", "losses"]
+__all__ = ["ACCEPTANCE", "DEEPEST", "LEVELS", "Array", "Fleet", "Losses", "Wanted", "level", "losses"]
 
 Array = NDArray[np.float64]
 

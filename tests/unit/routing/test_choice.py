@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -79,6 +80,18 @@ def test_a_replica_that_was_slow_is_tried_again_when_it_has_been_idle() -> None:
     # It has worked since, and is as slow as it was.
     made.published("a", stats(50, verify_ms=(60.0, 0.31), draft_ms=4.0), 40.0)
     assert {first(made, now=40.0) for _ in range(20)} == {"b"}
+
+
+def test_a_replica_that_took_tokens_for_free_does_not_get_all_requests() -> None:
+    made = router()
+    for number in (2, 3):
+        made.published("a", stats(number, verify_ms=(105.0, 0.0), draft_ms=30.0), 1.0)
+        made.published("b", stats(number, verify_ms=(105.0, 5.0), draft_ms=30.0), 1.0)
+    for number in range(10):
+        made.routed(str(number), PLAIN, first(made), 1.0)
+    assert {first(made, "a"), first(made, "b")} == {"a", "b"}
+    on_a = sum(booked.row == made._rows["a"] for booked in made._booked.values())
+    assert 4 <= on_a <= 8
 
 
 def test_requests_of_other_routers_are_seen_in_publications() -> None:
@@ -171,8 +184,8 @@ def test_a_new_replica_is_taken_to_be_like_the_others() -> None:
 
 def test_a_request_goes_where_its_prefix_was_read() -> None:
     made = router("abc")
-    for replica in "abc":
-        made.published(replica, stats(2, verify_ms=(20.0, 2.0)), 0.0)
+    for number, replica in product((2, 3), "abc"):
+        made.published(replica, stats(number, verify_ms=(20.0, 2.0)), 0.0)
     shared = list(range(1280))
     one, two, other = (describe([*shared, tail], temperature=0, max_tokens=20) for tail in (1, 2, 3))
     place = made.choose("1", one, list("abc"), 0.0)[0][0]
