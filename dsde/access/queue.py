@@ -13,8 +13,8 @@ from dsde.engine.refusal import RequestRefused
 __all__ = ["FULL", "RETRY_AFTER_S", "QueueBound"]
 
 FULL = "every engine replica is full; send the request again later"
-RETRY_AFTER_S = 1.0
-"""A full queue moves within a second."""
+RETRY_AFTER_S = 1
+"""A full queue moves within a second; a replica that is missing takes longer, and other replicas answer meanwhile."""
 _ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["RETRY_AFTER_S", "EarlyStatus"]
+from dsde.access.queue import RETRY_AFTER_S
 
-RETRY_AFTER_S = 1
-"""A full queue moves within a second; a replica that is missing takes longer, and other replicas answer meanwhile."""
+__all__ = ["EarlyStatus"]
+
 _REPEATABLE = (429, 503)
 _ERROR_EVENT = b'data: {"error":'
 

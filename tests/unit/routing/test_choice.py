@@ -89,7 +89,6 @@ def test_a_replica_that_took_tokens_for_free_does_not_get_all_requests() -> None
         made.published("b", stats(number, verify_ms=(105.0, 5.0), draft_ms=30.0), 1.0)
     for number in range(10):
         made.routed(str(number), PLAIN, first(made), 1.0)
-    assert {first(made, "a"), first(made, "b")} == {"a", "b"}
     on_a = sum(booked.row == made._rows["a"] for booked in made._booked.values())
     assert 4 <= on_a <= 8
 
