@@ -12,6 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.util import metrics as ray_metrics
 
+from deployments.callers import own_name
 from deployments.loopback import keep_local
 from deployments.rpc.service import InferenceService
 from dsde.config import DsdeConfig
@@ -46,11 +47,13 @@ class OpenAIIngress(InferenceService):
         self._engines = engines
         self._streams = engines.options(stream=True)
         self._queued = 0
+        self._name = own_name()
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         from dsde.access.asgi import GateMiddleware
         from dsde.access.gate import Gate
         from dsde.access.queue import QueueBound
+        from dsde.engine.disconnect import DisconnectOnCancel
         from dsde.engine.generation import TextGeneration
         from dsde.engine.openai_app import build_openai_app
         from dsde.engine.plugin import served_name
@@ -77,6 +80,8 @@ class OpenAIIngress(InferenceService):
         app.add_middleware(QueueBound, is_full=self._is_full)
         # The last one added is asked first: who has no key is not told of the queue.
         app.add_middleware(GateMiddleware, gate=gate)
+        # Serve cancels what a client has left.
+        app.add_middleware(DisconnectOnCancel)
         self.offer(TextGeneration(client, app.state), gate, self._config.speculation.max_length, self._is_full)
         return app
 
@@ -93,7 +98,7 @@ class OpenAIIngress(InferenceService):
         response = None
         finished = False
         try:
-            response = self._streams.generate.remote(call)
+            response = self._streams.generate.remote(call, self._name)
             self._queued += 1
             try:
                 # Until a replica takes it.

@@ -10,6 +10,7 @@ from ray import serve
 from ray.util import metrics as ray_metrics
 
 from deployments.autoscaling import signals
+from deployments.callers import Callers
 from deployments.loopback import keep_local
 from dsde.config import DsdeConfig
 from dsde.control.policies import build_policy
@@ -47,6 +48,7 @@ class EngineReplica:
         self._config = config
         self._policy = (config.speculation.policy, dict(config.speculation.settings))
         self._taken = 0
+        self._callers = Callers()
         replica = serve.get_replica_context().replica_id.unique_id
         telemetry = start(config.telemetry, served_name(config), replica, ray_metrics)
         self._engine = LocalEngine.start(config, replica, telemetry)
@@ -73,15 +75,19 @@ class EngineReplica:
         build_policy(name, settings, self._config.speculation.max_length)
         return name, settings
 
-    async def generate(self, call: GenerateCall) -> AsyncGenerator[Any, None]:
-        """Stream the vLLM outputs of one request; cancelling the call aborts it in the engine."""
+    async def generate(self, call: GenerateCall, caller: str = "") -> AsyncGenerator[Any, None]:
+        """Stream the vLLM outputs of one request; cancelling the call aborts it in the engine.
+
+        caller: name of the actor that waits for them; the request is aborted if that dies.
+        """
         self._taken += 1
         outputs = self._engine.generate(call)
-        try:
-            async for output in outputs:
-                yield output
-        finally:
-            await outputs.aclose()
+        with self._callers.waits(caller):
+            try:
+                async for output in outputs:
+                    yield output
+            finally:
+                await outputs.aclose()
 
     async def vllm_config(self) -> Any:
         """The engine's resolved VllmConfig, from which an ingress builds its client."""

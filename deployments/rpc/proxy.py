@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 
+from deployments.stream_end import GONE, StreamEnd, gone
+from dsde.access.queue import RETRY_AFTER_S
 from dsde.config import DsdeConfig, LimitsConfig
 
 __all__ = ["grpc_options", "prepare_proxy", "proxy_environment"]
@@ -42,7 +44,8 @@ def prepare_proxy() -> list[Any]:
 
     Serve binds gRPC to every address and tells a client the text of any exception, addresses and paths included. Here
     it binds where HTTP does, and says of what nobody foresaw only that it happened. Serve also takes in a request of
-    any size before it hands it on, so the bounds of `limits` are kept here. Returns the HTTP middlewares that do.
+    any size before it hands it on, so the bounds of `limits` are kept here; and where an ingress dies it leaves off, or
+    answers 500. Returns the HTTP middlewares that see to it.
     """
     from ray.serve._private import default_impl, proxy
     from starlette.middleware import Middleware
@@ -52,10 +55,11 @@ def prepare_proxy() -> list[Any]:
 
     default_impl.add_grpc_address = _bound_to(os.environ[_HOST])
     proxy.get_grpc_response_status = _discreet(proxy.get_grpc_response_status)
+    proxy.get_http_response_status = _repeatable(proxy.get_http_response_status)
     given = {name: os.environ[held] for name, held in _LIMITS.items() if held in os.environ}
     limits = LimitsConfig.model_validate(given)
     bound_header(limits.header_kib * 2**10)
-    return [Middleware(Bounds, limits=limits)]
+    return [Middleware(Bounds, limits=limits), Middleware(StreamEnd)]
 
 
 def _bound_to(host: str) -> Callable[[Any, str], None]:
@@ -74,8 +78,20 @@ def _discreet(status_of: Callable[..., Any]) -> Callable[..., Any]:
         if status.code is not grpc.StatusCode.INTERNAL:
             return status
         if isinstance(error, RayActorError):
-            told = "the ingress of this request went away; send it again"
-            return dataclasses.replace(status, code=grpc.StatusCode.UNAVAILABLE, message=told)
+            return dataclasses.replace(status, code=grpc.StatusCode.UNAVAILABLE, message=GONE)
         return dataclasses.replace(status, message=f"internal error; the server's log has it as request {request_id}")
 
     return get_grpc_response_status
+
+
+def _repeatable(status_of: Callable[..., Any]) -> Callable[..., Any]:
+    from ray.exceptions import RayActorError
+
+    def get_http_response_status(error: BaseException, request_timeout_s: float | None, request_id: str) -> Any:
+        status = status_of(error, request_timeout_s, request_id)
+        if not isinstance(error, RayActorError):
+            return status
+        after = [(b"retry-after", str(RETRY_AFTER_S).encode())]
+        return dataclasses.replace(status, code=503, message=gone(), headers=after)
+
+    return get_http_response_status

@@ -36,6 +36,9 @@ def serve(tmp_path: Path) -> Iterator[Callable[[], Application]]:
     script = tmp_path / "dsde"
     script.write_text(SERVE)
     process = subprocess.Popen([sys.executable, str(script), "serve"])
+    # For a moment a process that has just been started has no command line.
+    while not psutil.Process(process.pid).cmdline():
+        time.sleep(0.01)
     application = Application(process.pid)
 
     def whole() -> Application:

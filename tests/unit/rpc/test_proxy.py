@@ -12,6 +12,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from deployments.header import BoundedHeader
 from deployments.rpc.proxy import grpc_options, prepare_proxy, proxy_environment
+from deployments.stream_end import StreamEnd, gone
 from dsde.access.bounds import Bounds
 from dsde.config import LimitsConfig, from_values
 
@@ -22,6 +23,13 @@ DEFAULT = from_values({})
 class Status:
     code: grpc.StatusCode
     message: str
+
+
+@dataclass(frozen=True)
+class HttpStatus:
+    code: int
+    message: Any
+    headers: list[tuple[bytes, bytes]] | None = None
 
 
 class ActorError(Exception):
@@ -36,9 +44,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         code = grpc.StatusCode.CANCELLED if error.args == ("cancelled",) else grpc.StatusCode.INTERNAL
         return Status(code, str(error))
 
-    private = SimpleNamespace(
-        default_impl=SimpleNamespace(add_grpc_address=None), proxy=SimpleNamespace(get_grpc_response_status=status_of)
-    )
+    def http_status_of(error: BaseException, timeout_s: float | None, request_id: str) -> HttpStatus:
+        return HttpStatus(500, str(error))
+
+    proxy = SimpleNamespace(get_grpc_response_status=status_of, get_http_response_status=http_status_of)
+    private = SimpleNamespace(default_impl=SimpleNamespace(add_grpc_address=None), proxy=proxy)
     monkeypatch.setitem(sys.modules, "ray.serve._private", private)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayActorError=ActorError))  # type: ignore[arg-type]
     monkeypatch.setenv("DSDE_GRPC_HOST", "127.0.0.1")
@@ -63,12 +73,13 @@ def test_the_message_size_is_given_in_bytes() -> None:
 
 
 def test_the_limits_reach_the_proxy(serve: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    (usual,) = prepare_proxy()
+    usual, stream_end = prepare_proxy()
+    assert stream_end.cls is StreamEnd
     assert (usual.cls, usual.kwargs) == (Bounds, {"limits": LimitsConfig()})
     limits = {"message_mib": 16, "header_kib": 8, "body_s": 2.5}
     for name, value in proxy_environment(from_values({"limits": limits})).items():
         monkeypatch.setenv(name, value)
-    (given,) = prepare_proxy()
+    given, _ = prepare_proxy()
     assert given.kwargs == {"limits": LimitsConfig.model_validate(limits)}
     assert BoundedHeader.most == 8192
 
@@ -104,3 +115,10 @@ def test_the_proxy_tells_no_internals(
     prepare_proxy()
     status: Any = serve.proxy.get_grpc_response_status(error, None, "mine")
     assert (status.code, status.message) == (code, told)
+
+
+def test_over_http_a_dead_ingress_is_a_503(serve: SimpleNamespace) -> None:
+    prepare_proxy()
+    status = serve.proxy.get_http_response_status(ActorError("at 10.0.0.1"), None, "7")
+    assert status == HttpStatus(503, gone(), [(b"retry-after", b"1")])
+    assert serve.proxy.get_http_response_status(ValueError("x"), None, "7") == HttpStatus(500, "x")
