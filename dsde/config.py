@@ -96,6 +96,9 @@ class EngineConfig(_Section):
     step_timeout_s: float = Field(
         120.0, ge=5, description="seconds that a step may take; an engine that takes longer is ended and replaced"
     )
+    start_timeout_s: float = Field(
+        1800.0, ge=10, description="seconds that an engine may take to load and start; then it is ended and replaced"
+    )
     enforce_eager: bool | None = Field(None, description="skip graph capture; default: true on CPU, false on GPU")
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments")
 

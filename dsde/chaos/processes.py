@@ -11,6 +11,8 @@ __all__ = ["Application"]
 
 _ENGINE = "EngineCore"
 _INGRESS = "OpenAIIngress"
+# In the name that Ray gives a replica's process while its constructor runs.
+_STARTING = "initialize"
 
 
 class Application:
@@ -36,8 +38,8 @@ class Application:
         return psutil.pid_exists(self.pid)
 
     def engines(self) -> list[int]:
-        """Process ids of the engines that run; those that have been stopped do not."""
-        return [one.pid for one in self._named(_ENGINE) if one.status() != psutil.STATUS_STOPPED]
+        """Process ids of the engines that run: not of those that start, or have been stopped."""
+        return [one.pid for one in self._named(_ENGINE) if one.status() != psutil.STATUS_STOPPED and not _starts(one)]
 
     def candidates(self, kind: str) -> list[int]:
         """Process ids that a fault of this kind can hit."""
@@ -73,6 +75,11 @@ class Application:
                     if name in "".join(one.cmdline()) and one.status() != psutil.STATUS_ZOMBIE:
                         found.append(one)
         return found
+
+
+def _starts(engine: psutil.Process) -> bool:
+    replica = engine.parent()
+    return replica is not None and _STARTING in "".join(replica.cmdline())
 
 
 def _is_serve(process: psutil.Process) -> bool:

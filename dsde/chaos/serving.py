@@ -17,7 +17,7 @@ from loadtest.server import Server
 __all__ = ["Place", "serving"]
 
 # float32, so that greedy tokens do not depend on the batch; a short deadline, so that a stall costs little of the time.
-_SETTINGS = ("model.dtype=float32", "engine.step_timeout_s=20")
+_SETTINGS = ("model.dtype=float32", "engine.step_timeout_s=20", "engine.start_timeout_s=120")
 _ANY_PORT = ("--port", "--grpc-port", "--dashboard-port")
 
 

@@ -1,11 +1,17 @@
-"""Tells an engine that is stuck from one that has nothing to do."""
+"""Tells an engine that is stuck from one that has nothing to do, and ends one that does not come up."""
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
 
-__all__ = ["StepDeadline"]
+import psutil
+
+__all__ = ["StartDeadline", "StepDeadline"]
 
 
 class StepDeadline:
@@ -26,3 +32,33 @@ class StepDeadline:
         if steps != self._steps or not unfinished:
             self._steps, self._since = steps, now
         return now - self._since > self._timeout_s
+
+
+class StartDeadline:
+    """Around the start of an engine, for which vLLM waits as long as its processes live.
+
+    timeout_s: seconds after which those that this process has started meanwhile are killed, so that the start fails.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._before = multiprocessing.active_children()
+        self._timer = threading.Timer(timeout_s, self._end)
+        self._timer.daemon = True
+        self.passed = False
+
+    def __enter__(self) -> StartDeadline:
+        self._timer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        self.passed = True
+        for one in multiprocessing.active_children():
+            if one in self._before or one.pid is None:
+                continue
+            with suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(one.pid).children(recursive=True):
+                    child.kill()
+            one.kill()

@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dsde.config import DsdeConfig
 from dsde.engine.call import EngineDied, EngineUnavailable, GenerateCall
-from dsde.engine.deadline import StepDeadline
+from dsde.engine.deadline import StartDeadline, StepDeadline
 from dsde.engine.finished import finished_request
 from dsde.engine.plugin import engine_arguments
 from dsde.engine.routing import RoutingRecord
@@ -81,11 +81,16 @@ class LocalEngine:
         # Without statistics nobody hears of steps.
         silent = arguments.get("disable_log_stats", False)
         deadline = StepDeadline(math.inf if silent else config.engine.step_timeout_s)
+        start = StartDeadline(config.engine.start_timeout_s)
         try:
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
+            with start:
+                engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=load.loggers())
             take_without_drafts(engine.input_processor)
             return cls(engine, load, routing, deadline, name, telemetry)
         except Exception as error:
+            if start.passed:
+                waited = f"{config.engine.start_timeout_s:g}"
+                raise EngineStartError(f"engine.start_timeout_s = {waited}: not ready in that time") from error
             raise EngineStartError(_cause(offsets) or f"{type(error).__name__}: {error}") from error
 
     @property

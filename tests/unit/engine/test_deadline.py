@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dsde.engine.deadline import StepDeadline
+import multiprocessing
+import signal
+import time
+
+from dsde.engine.deadline import StartDeadline, StepDeadline
 
 
 class Clock:
@@ -32,3 +36,24 @@ def test_only_requests_without_a_step_are_overdue() -> None:
     ):
         clock.after(after_s)
         assert deadline.overdue(steps, unfinished) is overdue, (steps, unfinished, after_s)
+
+
+def test_a_start_that_hangs_is_ended() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    before, during = (spawn.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2))
+    before.start()
+    with StartDeadline(0.2) as deadline:
+        during.start()
+        during.join(20)
+    assert deadline.passed
+    assert during.exitcode == -signal.SIGKILL
+    assert before.is_alive()
+    before.kill()
+    before.join()
+
+
+def test_a_start_in_time_is_left_alone() -> None:
+    with StartDeadline(0.05) as deadline:
+        pass
+    time.sleep(0.1)
+    assert not deadline.passed
