@@ -16,6 +16,8 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 # vLLM's CPU kernels are several times slower on the system's OpenMP.
 OPENMP = $(if $(filter cpu,$(DEVICE)),LD_PRELOAD=$(wildcard $(abspath $(VENV))/lib/libiomp5.so))
 
+PYTEST = $(OPENMP) DSDE_SERVING__DEVICE=$(DEVICE) $(BIN)/pytest
+
 # Two replicas on a CPU box; on a GPU box one for each GPU.
 REPLICAS = $(if $(filter gpu,$(DEVICE)),--replicas $(shell nvidia-smi --list-gpus | wc -l))
 
@@ -38,7 +40,8 @@ run: $(STAMP) ## serve the embedded pair on port 8000 until Ctrl-C
 
 test: $(STAMP) ## run every test
 	@$(BIN)/dsde models prepare all
-	@$(OPENMP) DSDE_SERVING__DEVICE=$(DEVICE) $(BIN)/pytest $(ARGS)
+	@first=0; $(PYTEST) -n 2 --dist loadfile tests/unit tests/engine $(ARGS) || first=$$?; \
+	$(PYTEST) tests/serve tests/k8s $(ARGS) && exit $$first
 
 chaos: $(STAMP) ## hurt an application under traffic: SEED=1 MINUTES=20
 	@$(BIN)/dsde models prepare embedded

@@ -11,6 +11,7 @@ __all__ = ["Application"]
 
 _ENGINE = "EngineCore"
 _INGRESS = "OpenAIIngress"
+_REPLICA = "EngineReplica"
 # In the name that Ray gives a replica's process while its constructor runs.
 _STARTING = "initialize"
 
@@ -38,8 +39,8 @@ class Application:
         return psutil.pid_exists(self.pid)
 
     def engines(self) -> list[int]:
-        """Process ids of the engines that run: not of those that start, or have been stopped."""
-        return [one.pid for one in self._named(_ENGINE) if one.status() != psutil.STATUS_STOPPED and not _starts(one)]
+        """Process ids of the engines that serve: not of those that start, were stopped, or have lost their replica."""
+        return [one.pid for one in self._named(_ENGINE) if one.status() != psutil.STATUS_STOPPED and _has_replica(one)]
 
     def candidates(self, kind: str) -> list[int]:
         """Process ids that a fault of this kind can hit."""
@@ -77,9 +78,12 @@ class Application:
         return found
 
 
-def _starts(engine: psutil.Process) -> bool:
-    replica = engine.parent()
-    return replica is not None and _STARTING in "".join(replica.cmdline())
+def _has_replica(engine: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        parent = engine.parent()
+        name = "" if parent is None else "".join(parent.cmdline())
+        return _REPLICA in name and _STARTING not in name
+    return False
 
 
 def _is_serve(process: psutil.Process) -> bool:

@@ -160,7 +160,7 @@ class _Session:
 
     def _watch(self, until_s: float, enough: Callable[[], bool] = lambda: False) -> bool:
         """Note recoveries until then, or until `enough`; False where the application has ended."""
-        while self._now() < until_s and not enough():
+        while True:
             if not self._application.is_running:
                 self._say("the application has ended")
                 return False
@@ -169,8 +169,9 @@ class _Session:
                 for one in open_faults:
                     one.recovered_s = self._now() - one.at_s
                 self._say(f"{self._engines} engines again after {open_faults[0].recovered_s:.1f} s")
+            if self._now() >= until_s or enough():
+                return True
             time.sleep(_POLL_S)
-        return True
 
     def _is_whole(self, open_faults: Sequence[Fault]) -> bool:
         gone = not any(psutil.pid_exists(one.pid) for one in open_faults if one.pid is not None)

@@ -11,7 +11,7 @@ from tests.serve.conftest import Served
 
 
 def test_kills_under_traffic_lose_nothing(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    faults = ["--faults", "engine,replica", "--every", "32", "--minutes", "3.2", "--seed", "3"]
+    faults = ["--faults", "engine,replica", "--every", "30", "--minutes", "3.8", "--seed", "3"]
     where = ["--pid", str(served.pid), "--url", served.url, "--address", served.address, "--api-key", served.key]
     status = main(["chaos", *where, *faults, "--traffic", "6"])
     out = capsys.readouterr().out

@@ -16,15 +16,17 @@ from dsde.chaos.processes import Application
 from dsde.chaos.session import run
 from dsde.cli import main
 
-# A parent called `dsde serve` that keeps two children of two names each, as Ray and vLLM do.
+# A parent called `dsde serve` that keeps replicas, each with an engine, as Ray and vLLM do; the third one still starts.
 SERVE = """
 import subprocess, sys, time
 child = "import subprocess, sys, time\\np = None\\nwhile True:\\n" \\
     "    p = p if p and p.poll() is None else subprocess.Popen(" \\
     "[sys.executable, '-c', 'import time; time.sleep(600)', 'Engine' + 'Core'])\\n    time.sleep(0.02)"
+replicas = ["EngineReplica-a", "EngineReplica-b", "EngineReplica.initialize_and_get_metadata"]
+codes = {**dict.fromkeys(replicas, child), "OpenAIIngress": "import time; time.sleep(600)"}
 children = {}
 while True:
-    for name, code in (("a", child), ("b", child), ("OpenAIIngress", "import time; time.sleep(600)")):
+    for name, code in codes.items():
         if name not in children or children[name].poll() is not None:
             children[name] = subprocess.Popen([sys.executable, "-c", code, name])
     time.sleep(0.02)
