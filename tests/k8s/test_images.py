@@ -75,7 +75,7 @@ def test_what_is_copied_is_sent_to_the_builder(device: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
-def test_every_image_has_a_version(overlay: str) -> None:
+def test_images_are_of_this_version_and_others_by_digest(overlay: str) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     found = set()
     for group in groups(overlay).values():
@@ -84,7 +84,8 @@ def test_every_image_has_a_version(overlay: str) -> None:
     assert found == {f"dsde:{version}-{overlay}"}
     for each in rendered(overlay):
         if each["kind"] == "Deployment":
-            assert all(":" in one["image"] for one in each["spec"]["template"]["spec"]["containers"])
+            for container in each["spec"]["template"]["spec"]["containers"]:
+                assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
     assert f"-t dsde:{version}-{overlay} " in dockerfile(overlay).splitlines()[0].replace(" .", " ")
 
 
