@@ -59,6 +59,7 @@ class EngineReplica:
         A bad value is logged and changes nothing: Serve would replace a replica that raises, and again with the same
         value, until none is left.
         """
+        await self._engine.ready(self._config.engine.step_timeout_s)
         try:
             policy = self._checked(user_config)
             if policy != self._policy:

@@ -66,6 +66,7 @@ class LocalEngine:
         continue_texts(engine.output_processor)
         self._load, self._routing, self._deadline = load, routing, deadline
         self._telemetry = telemetry
+        self._open_calls = 0
 
     @classmethod
     def start(cls, config: DsdeConfig, name: str, telemetry: Telemetry | None = None) -> LocalEngine:
@@ -98,6 +99,16 @@ class LocalEngine:
         """The configuration as vLLM resolved it, for a RemoteEngineClient elsewhere."""
         return self._engine.vllm_config
 
+    async def ready(self, timeout_s: float) -> None:
+        """Wait for the engine's first word, without which vLLM does not begin a request, nor hears that it died.
+
+        Raises EngineStartError where it does not come within `timeout_s` seconds.
+        """
+        try:
+            await asyncio.wait_for(self._engine.get_supported_tasks(), timeout_s)
+        except TimeoutError:
+            raise EngineStartError(f"the engine said nothing for {timeout_s:g} s") from None
+
     async def generate(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one request; closing the generator or cancelling its task aborts it in the engine.
 
@@ -105,6 +116,7 @@ class LocalEngine:
         for what it refuses.
         """
         was_dead = self._engine.errored
+        self._open_calls += 1
         traced = self._telemetry is not None and self._telemetry.traces_endpoint is not None
         start, last, error = time.perf_counter(), None, None
         outputs = self._engine.generate(
@@ -144,6 +156,7 @@ class LocalEngine:
             error = type(raised).__name__
             raise
         finally:
+            self._open_calls -= 1
             if self._telemetry is not None:
                 self._telemetry.metrics.request(finished_request(call, last, time.perf_counter() - start, error))
             await outputs.aclose()
@@ -160,7 +173,8 @@ class LocalEngine:
     @property
     def num_unfinished_requests(self) -> int:
         """Requests this engine has not finished, waiting ones included."""
-        return self._engine.get_num_unfinished_requests()
+        # The first ones wait for a word from the engine before vLLM counts them.
+        return max(self._open_calls, self._engine.get_num_unfinished_requests())
 
     def routing_stats(self) -> ReplicaStats:
         """What routers are to know of this engine now; draining once it has died."""
