@@ -102,7 +102,8 @@ class Traffic:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        for one in self._threads:
+        # Whoever interrupts it waits for nothing.
+        for one in self._threads if error is None else ():
             one.join()
 
     def _reference(self, prompt: str) -> tuple[list[int], str]:
