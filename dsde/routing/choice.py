@@ -46,6 +46,10 @@ NOISE = 1.3
 TINY_MS = 1e-6
 SIZE = np.array([1.0, 16.0, 1.0])
 """The step by which replicas are compared, in (a, b, d): one of 16 tokens, and one draft step."""
+FREE = 256.0
+"""Tokens that take at least as long as all else in a step, whatever was measured: where steps have been small or the
+machine was shared, b comes out as 0, and a replica to which more costs nothing would draw every request.
+"""
 FADES_S = 10.0
 """Time without a request after which that factor is squared, and so on: a replica that was slow once is tried again."""
 TIE = 2e-3
@@ -262,6 +266,7 @@ class StabilityAware(Generic[R]):
         measured = self._measured[list(self._rows.values())]
         middle: Array = np.maximum(np.median(measured[measured[:, 0] > 0.0], axis=0), TINY_MS)
         ratio = float(self._measured[row] @ SIZE) / float(middle @ SIZE)
+        middle[1] = max(middle[1], middle[0] / FREE)
         return middle * (max(1.0, ratio / noise) if ratio > 1.0 else min(1.0, ratio * noise))
 
     def _grow(self) -> int:

@@ -93,6 +93,19 @@ def test_a_replica_that_took_tokens_for_free_does_not_get_all_requests() -> None
     assert 4 <= on_a <= 8
 
 
+def test_where_all_took_tokens_for_free_the_faster_one_does_not_get_all_requests() -> None:
+    made = router()
+    for number in (2, 3):
+        made.published("a", stats(number, verify_ms=(105.0, 0.0), draft_ms=30.0), 1.0)
+        made.published("b", stats(number, verify_ms=(260.0, 0.0), draft_ms=75.0), 1.0)
+    places = [
+        made.choose(str(number), Request(("greedy",), prompt_tokens=60, max_tokens=12), ["a", "b"], 1.0)[0][0]
+        for number in range(22)
+    ]
+    assert set(places[:5]) == {"a"}
+    assert 3 <= places.count("b") <= 11
+
+
 def test_requests_of_other_routers_are_seen_in_publications() -> None:
     made = router()
     made.published("a", stats(2, running=9, waiting=3), 1.0)
