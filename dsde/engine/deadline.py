@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 import psutil
 
-__all__ = ["StartDeadline", "StepDeadline"]
+__all__ = ["StartDeadline", "StepDeadline", "kill"]
 
 
 class StepDeadline:
@@ -55,10 +56,13 @@ class StartDeadline:
 
     def _end(self) -> None:
         self.passed = True
-        for one in multiprocessing.active_children():
-            if one in self._before or one.pid is None:
-                continue
-            with suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(one.pid).children(recursive=True):
-                    child.kill()
+        kill(one for one in multiprocessing.active_children() if one not in self._before)
+
+
+def kill(processes: Iterable[BaseProcess]) -> None:
+    """Kill an engine's processes, and those that each of them has started."""
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(one.pid).children(recursive=True):
+                child.kill()
             one.kill()

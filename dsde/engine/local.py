@@ -116,7 +116,6 @@ class LocalEngine:
         for what it refuses.
         """
         was_dead = self._engine.errored
-        self._open_calls += 1
         traced = self._telemetry is not None and self._telemetry.traces_endpoint is not None
         start, last, error = time.perf_counter(), None, None
         outputs = self._engine.generate(
@@ -130,6 +129,7 @@ class LocalEngine:
             reasoning_ended=call.reasoning_ended,
             reasoning_parser_kwargs=call.reasoning_parser_kwargs,
         )
+        self._open_calls += 1
         try:
             async for output in outputs:
                 # The client has the prompt; sending it back with every token would cost more than the token.

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 import vllm
 from vllm.logprobs import append_logprobs_for_next_position
@@ -29,6 +28,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from dsde.engine.deadline import kill
 from dsde.engine.transport import emitted_by
 
 __all__ = [
@@ -185,10 +185,7 @@ def continue_texts(processor: OutputProcessor) -> None:
 
 def end_engine(engine: AsyncLLM) -> None:
     """Kill an engine's processes, which do not answer any more; its requests then fail as those of a dead engine."""
-    for core in engine.engine_core.resources.engine_manager.processes:
-        with suppress(psutil.NoSuchProcess):
-            for process in (*psutil.Process(core.pid).children(recursive=True), core):
-                process.kill()
+    kill(engine.engine_core.resources.engine_manager.processes)
 
 
 def take_without_drafts(input_processor: Any) -> None:
