@@ -78,8 +78,15 @@ class StabilityAwareRouter(RequestRouter):
             avoid = _avoided_by(pending_request)
             candidate_replicas = [one for one in candidate_replicas if one.replica_id.unique_id not in avoid]
         by_id = {one.replica_id: one for one in candidate_replicas}
-        # Full ones come last: asking one after the other whether they still are would take a round trip each.
+        # Full ones come last: asking one after the other whether they still are would take a round trip each. Serve's
+        # count of a replica may stay at full for 10 s after a flood; where the books disagree, Serve asks.
         open_ids = [one.replica_id for one in self.select_available_replicas(candidate_replicas)]
+        counted = set(open_ids)
+        open_ids += [
+            one.replica_id
+            for one in candidate_replicas
+            if one.replica_id not in counted and self._router.requests(one.replica_id) < one.max_ongoing_requests
+        ]
         ranks = self._router.choose(number, request, open_ids or list(by_id), time.monotonic())
         full = [one for one in by_id if one not in set(open_ids) and not self._router.draining(one)]
         if open_ids and full:

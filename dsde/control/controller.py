@@ -370,6 +370,7 @@ class Controller:
             observation.draft_step_ms,
             requests=len(observation.request_ids),
             stoppable=plan is not None and plan.stop is not None,
+            prompt_tokens=observation.num_tokens - decoded if observation.has_prefill else 0,
         )
         # What it cost to come back is no cost of drafting, but it was spent.
         return time if observation.catch_up_ms is None else time._replace(draft=observation.catch_up_ms)

@@ -26,6 +26,8 @@ CLIP = 0.5
 """Relative error above which a measurement at a size seen before pulls no harder."""
 STEEPNESS_MEMORY = 0.95
 """What the sums under a batch size's slope keep when it decodes another step with drafts."""
+PROMPT_MEMORY = 0.9
+"""What the sums over prompt tokens keep when another step reads some."""
 LOCAL_MEMORY = 20.0
 LOCAL_PRIOR = 4.0
 """Measurements at one size that the average there remembers, and that weigh as much as the line."""
@@ -167,6 +169,7 @@ class StepCost:
         # Of each batch size: sums of (draft tokens * time beyond the line's) and of (draft tokens)^2.
         self._steepness = [(0.0, 0.0)] * (capacity + 1)
         self._sync = self._syncs = 0.0
+        self._prompt_ms = self._prompt_tokens = 0.0
 
     @property
     def measured(self) -> bool:
@@ -185,6 +188,14 @@ class StepCost:
         """
         excess, drafts = self._steepness[requests]
         return max(0.0, self._verify.line[1] + excess / (drafts + LOCAL_PRIOR * requests**2))
+
+    @property
+    def prompt(self) -> float | None:
+        """Time of one prompt token, the average of those read lately; None until there were some.
+
+        What decoding adds to a step can be less than its times vary by, and b comes out as 0; prompts do not hide.
+        """
+        return self._prompt_ms / self._prompt_tokens if self._prompt_tokens else None
 
     def verify(self, tokens: int) -> float:
         """Time of one step that decodes or verifies `tokens` tokens."""
@@ -214,14 +225,17 @@ class StepCost:
         *,
         requests: int = 0,
         stoppable: bool = False,
+        prompt_tokens: int = 0,
     ) -> StepTime:
         """Take one engine step and return its times, expected ones where measured ones are no decoding.
 
-        tokens: tokens of the forward. drafting: requests in the drafting, of `depth` draft steps of draft_step_ms each.
-        requests: those that decoded in the forward, with tokens - requests drafts. stoppable: whether a rule could end
-        the drafting after each of its steps.
+        tokens: tokens of the forward, those of prompts, prompt_tokens, left out. drafting: requests in the drafting, of
+        `depth` draft steps of draft_step_ms each. requests: those that decoded in the forward, with tokens - requests
+        drafts. stoppable: whether a rule could end the drafting after each of its steps.
         """
         verify, measured = self._learn_verify(tokens, step_ms, has_prefill)
+        if has_prefill and prompt_tokens > 0 and step_ms is not None and self.measured:
+            self._learn_prompt(prompt_tokens, step_ms - verify)
         if measured and 0 < requests < tokens:
             self._learn_steepness(requests, tokens - requests, verify)
         slowness = verify / self.verify(tokens) if measured else 1.0
@@ -238,6 +252,13 @@ class StepCost:
             return self.verify(tokens), False
         self._draft.rescale(self._verify.line[0])
         return step_ms, True
+
+    def _learn_prompt(self, tokens: int, beyond: float) -> None:
+        known = self.prompt
+        # A pause counts as a slow step; a machine that has become slow does so in a few.
+        bound = OUTLIER * tokens * known if known else beyond
+        self._prompt_ms = PROMPT_MEMORY * self._prompt_ms + max(0.0, min(bound, beyond))
+        self._prompt_tokens = PROMPT_MEMORY * self._prompt_tokens + tokens
 
     def _learn_steepness(self, requests: int, drafts: int, step_ms: float) -> None:
         beyond = step_ms - self.verify(requests) - self._verify.line[1] * drafts

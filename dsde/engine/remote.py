@@ -25,6 +25,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from dsde.access.gate import Admission, admission
 from dsde.engine.call import EnginesFull, EngineUnavailable, Generate, GenerateCall
 from dsde.engine.checks import check_sampling
+from dsde.engine.disconnect import closed_with_request
 from dsde.engine.failover import Failover
 from dsde.engine.figures import attach_figures
 from dsde.engine.hint import with_hint
@@ -108,7 +109,7 @@ class RemoteEngineClient(EngineClient):
             reasoning_ended=reasoning_ended,
             reasoning_parser_kwargs=reasoning_parser_kwargs,
         )
-        return self._stream(call, prompt_text or prompt.get("prompt"), admission())
+        return closed_with_request(self._stream(call, prompt_text or prompt.get("prompt"), admission()))
 
     async def _stream(
         self, call: GenerateCall, prompt_text: str | None, admitted: Admission

@@ -33,7 +33,7 @@ class RoutingRecord:
         self._slots = slots
         self._published = 0
         self._classes = ClassTable()
-        self._costs: Mapping[str, Any] = {"verify": None, "draft": None, "policy": policy}
+        self._costs: Mapping[str, Any] = {"verify": None, "draft": None, "prompt": None, "policy": policy}
         self._length = self._waited_s = self._decoded_s = 0.0
 
     def finish(self, call: GenerateCall, output: RequestOutput) -> None:
@@ -69,6 +69,7 @@ class RoutingRecord:
             kv_use=load.kv_use,
             verify_ms=None if self._costs["verify"] is None else (self._costs["verify"][0], self._costs["verify"][1]),
             draft_ms=self._costs["draft"],
+            prompt_ms=self._costs["prompt"],
             length=self._length,
             straggler_share=min(1.0, self._waited_s / self._decoded_s) if self._decoded_s else 0.0,
             priced=self._costs["policy"] in PRICED,

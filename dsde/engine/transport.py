@@ -130,14 +130,15 @@ def emitted_of(output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
 def engine_costs(controller: Controller, running: int) -> dict[str, Any]:
     """What the scheduler sends along with a finished request, as plain values.
 
-    verify: [a, b], draft: d for `running` requests, all in ms, or None where no step has been measured. policy: the
-    default policy's name.
+    verify: [a, b], draft: d for `running` requests, prompt: one prompt token, all in ms, or None where none has been
+    measured. policy: the default policy's name.
     """
     cost = controller.cost
     measured = cost.measured
     return {
         "verify": list(cost.line) if measured else None,
         "draft": cost.draft(max(1, running)) if measured else None,
+        "prompt": cost.prompt,
         "policy": controller.policy.name,
     }
 

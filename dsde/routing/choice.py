@@ -47,8 +47,8 @@ TINY_MS = 1e-6
 SIZE = np.array([1.0, 16.0, 1.0])
 """The step by which replicas are compared, in (a, b, d): one of 16 tokens, and one draft step."""
 FREE = 256.0
-"""Tokens that take at least as long as all else in a step, whatever was measured: where steps have been small or the
-machine was shared, b comes out as 0, and a replica to which more costs nothing would draw every request.
+"""Tokens that take at least as long as all else in a step, whatever was measured: until prompts have been, b may come
+out as 0, and a replica to which more costs nothing would draw every request.
 """
 FADES_S = 10.0
 """Time without a request after which that factor is squared, and so on: a replica that was slow once is tried again."""
@@ -167,7 +167,9 @@ class StabilityAware(Generic[R]):
         else:
             self._draining.discard(row)
         if stats.verify_ms is not None and stats.draft_ms is not None and stats.verify_ms[0] > 0.0:
-            measured = (*stats.verify_ms, stats.draft_ms)
+            # Small steps measure b poorly, prompts do not; nor is a token of a large batch any cheaper than theirs.
+            base, token = stats.verify_ms
+            measured = (base, max(token, stats.prompt_ms or 0.0), stats.draft_ms)
             if stats.running or measured != tuple(self._measured[row].tolist()):
                 known.worked = now
             self._measured[row] = measured
@@ -187,6 +189,11 @@ class StabilityAware(Generic[R]):
     def draining(self, replica: R) -> bool:
         """Whether it has said that it takes nothing new."""
         return self._rows.get(replica) in self._draining
+
+    def requests(self, replica: R) -> int:
+        """Requests on a replica by the books, those of other routers as of its latest publication; 0 where unknown."""
+        row = self._rows.get(replica)
+        return 0 if row is None else round(float(self._fleet.members[row].sum()))
 
     def choose(self, number: str, request: Request | None, candidates: Sequence[R], now: float) -> list[list[R]]:
         """Ranks of candidates, the best first; within one, the shorter queue is to be taken. Empty: none takes any.

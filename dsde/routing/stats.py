@@ -76,10 +76,10 @@ class ReplicaStats:
 
     number: counts its publications, so that a router sees that it lives. running, waiting: requests in the engine.
     slots: requests that decode together. kv_use: share of the KV cache in use. verify_ms: (a, b) of a step of t tokens,
-    a + b t. draft_ms: one draft step. Both None until the engine has measured them. length: mean speculation length,
-    draft tokens per request and step. straggler_share: share of decoding time that requests waited for longer members
-    of their batch. priced: whether its policy drafts as deep as pays; else its depth is taken to be `length`. draining:
-    takes nothing new.
+    a + b t. draft_ms: one draft step. prompt_ms: one prompt token. Each None until the engine has measured it. length:
+    mean speculation length, draft tokens per request and step. straggler_share: share of decoding time that requests
+    waited for longer members of their batch. priced: whether its policy drafts as deep as pays; else its depth is taken
+    to be `length`. draining: takes nothing new.
     """
 
     number: int
@@ -89,6 +89,7 @@ class ReplicaStats:
     kv_use: float = 0.0
     verify_ms: tuple[float, float] | None = None
     draft_ms: float | None = None
+    prompt_ms: float | None = None
     length: float = 0.0
     straggler_share: float = 0.0
     priced: bool = True
@@ -112,6 +113,7 @@ class ReplicaStats:
                 kv_use=float(value["kv_use"]),
                 verify_ms=None if verify is None else (float(verify[0]), float(verify[1])),
                 draft_ms=None if value["draft_ms"] is None else float(value["draft_ms"]),
+                prompt_ms=None if value["prompt_ms"] is None else float(value["prompt_ms"]),
                 length=float(value["length"]),
                 straggler_share=float(value["straggler_share"]),
                 priced=bool(value["priced"]),
@@ -122,7 +124,8 @@ class ReplicaStats:
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"routing stats {value!r} are not accepted: {type(error).__name__}: {error}") from error
-        numbers = (stats.kv_use, stats.length, stats.straggler_share, stats.draft_ms or 0.0, *(stats.verify_ms or ()))
+        costs = (stats.draft_ms or 0.0, stats.prompt_ms or 0.0, *(stats.verify_ms or ()))
+        numbers = (stats.kv_use, stats.length, stats.straggler_share, *costs)
         if not all(math.isfinite(number) and number >= 0.0 for number in numbers):
             raise ValueError(f"routing stats {value!r} are not accepted: every number is finite and at least 0")
         return stats

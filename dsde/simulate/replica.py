@@ -185,6 +185,7 @@ class Replica:
             kv_use=min(1.0, self._kv / self._engine.kv_tokens),
             verify_ms=(base, token),
             draft_ms=self._costs.draft_ms(count) / self._speed,
+            prompt_ms=token,
             length=self._length,
             straggler_share=self._share,
             classes=self._table.newest(),

@@ -30,7 +30,8 @@ def finished(engine: Any, count: int, **parameters: Any) -> list[tuple[GenerateC
 def test_costs_and_classes_come_with_finished_requests(engine: Any) -> None:
     record = RoutingRecord(slots=64, policy="goodput")
     first = record.publish(EngineLoad(), 0, draining=False)
-    assert (first.number, first.verify_ms, first.draft_ms, first.priced) == (1, None, None, True)
+    assert (first.number, first.verify_ms, first.draft_ms, first.prompt_ms) == (1, None, None, None)
+    assert first.priced
 
     calls = finished(engine, 12, extra_args={HINT: "toys"})
     drafted = 0
@@ -48,6 +49,8 @@ def test_costs_and_classes_come_with_finished_requests(engine: Any) -> None:
     assert base + 12 * token == pytest.approx(newest_base + 12 * newest_token, rel=0.5)
     assert stats.draft_ms is not None
     assert stats.draft_ms > 0.0
+    assert stats.prompt_ms is not None
+    assert 0.0 <= stats.prompt_ms < base
     assert stats.number == 2
     for name in ("toys/greedy", "greedy"):
         assert stats.classes[name].output / stats.classes[name].requests == pytest.approx(40.0, abs=1.0)
@@ -59,11 +62,11 @@ def test_costs_and_classes_come_with_finished_requests(engine: Any) -> None:
 def test_several_answers_to_one_prompt_teach_costs_and_no_class() -> None:
     record = RoutingRecord(slots=5, policy="paper")
     call = GenerateCall({"prompt_token_ids": [1]}, SamplingParams(n=2), "r")
-    costs = {"verify": [20.0, 0.1], "draft": 1.5, "policy": "paper"}
+    costs = {"verify": [20.0, 0.1], "draft": 1.5, "prompt": 0.2, "policy": "paper"}
     output: Any = SimpleNamespace(kv_transfer_params={FIGURES_KEY: {"steps": 3}, ENGINE_KEY: costs}, outputs=[1, 2])
     record.finish(call, output)
     stats = record.publish(EngineLoad(), 0, draining=False)
-    assert (stats.verify_ms, stats.classes) == ((20.0, 0.1), {})
+    assert (stats.verify_ms, stats.prompt_ms, stats.classes) == ((20.0, 0.1), 0.2, {})
 
 
 def test_a_count_of_a_step_that_is_over_does_not_outlive_the_requests() -> None:

@@ -251,14 +251,24 @@ def test_a_full_queue_is_resource_exhausted(
     # The replicas take 64 each, 256 wait for them.
     calls = [inference.Generate.future(ENDLESS, timeout=ANSWER_TIMEOUT_S) for _ in range(2 * 64 + 256)]
 
-    def one_was_refused() -> bool:
+    def one_was_refused(known: int) -> bool:
         calls.append(inference.Generate.future(ENDLESS, timeout=ANSWER_TIMEOUT_S))
-        return any(call.done() for call in calls)
+        return any(call.done() for call in calls[known:])
+
+    refused_over_http: list[httpx.Response] = []
+
+    def refused_as_well() -> bool:
+        # Places may become free once more, while the replicas take their last ones.
+        known = len(calls)
+        seconds_until(lambda: one_was_refused(known), 60)
+        with suppress(httpx.ReadTimeout):
+            refused_over_http.append(web.post("/v1/completions", json={"prompt": COUNT}, timeout=5))
+        return bool(refused_over_http)
 
     try:
-        seconds_until(one_was_refused, 60)
+        seconds_until(refused_as_well, 120)
         told = {(call.code(), call.details()) for call in calls if call.done()}
-        over_http = web.post("/v1/completions", json={"prompt": COUNT})
+        over_http = refused_over_http[0]
         health = web.get("/health", timeout=5)
     finally:
         for call in calls:

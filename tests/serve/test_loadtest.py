@@ -38,10 +38,16 @@ def test_a_mixed_run_has_no_failure_and_a_report_with_the_server_s_figures(
     assert (total["requests"], total["errors"], total["incomplete"]) == (len(records), {}, 0)
     assert sum(total["replicas"].values()) == len(records)
     assert len(total["replicas"]) == 2
-    assert 0 < total["acceptance"] <= 1
     assert total["tokens_per_s"] > 0
+    shown = [f"{total['tokens_per_s']:.1f}"]
+    # A policy that has learnt that drafts do not pay under this load drafts nothing.
+    if any((one.speculation or {}).get("num_draft_tokens") for one in records):
+        assert 0 < total["acceptance"] <= 1
+        shown += [f"{total['acceptance']:.2f}", f"{total['kld']:.3f}"]
+    else:
+        assert total["acceptance"] is None
     page = (tmp_path / "report.html").read_text()
-    for value in (f"{total['acceptance']:.2f}", f"{total['kld']:.3f}", f"{total['tokens_per_s']:.1f}"):
+    for value in shown:
         assert f"<td>{value}</td>" in page
 
 

@@ -37,6 +37,8 @@ def test_replicas_publish_what_their_engines_have_learnt(
     for one in stats:
         assert one.verify_ms is not None
         assert one.draft_ms is not None
+        assert one.prompt_ms is not None
+        assert 0.0 < one.prompt_ms < one.verify_ms[0]
         assert 0.0 < one.draft_ms < one.verify_ms[0] + one.verify_ms[1] * one.slots
         assert (one.slots, one.draining, one.priced) == (32, False, served.policy == "goodput")
     asked = [one.classes["colours/sampled"] for one in stats if "colours/sampled" in one.classes]

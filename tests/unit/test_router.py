@@ -36,7 +36,8 @@ class Running:
 
 
 def publication(number: int = 1, **other: Any) -> dict[str, Any]:
-    made = {"running": 0, "waiting": 0, "slots": 32, "verify_ms": (20.0, 0.1), "draft_ms": 1.5, **other}
+    made = {"running": 0, "waiting": 0, "slots": 32, "verify_ms": (20.0, 0.1), "draft_ms": 1.5, "prompt_ms": 0.1}
+    made |= other
     return ReplicaStats(number, **made).to_dict()
 
 
@@ -80,13 +81,23 @@ async def test_publications_decide_and_bookings_follow(router: StabilityAwareRou
 
 
 async def test_full_replicas_come_last_and_are_not_asked_without_pause(router: StabilityAwareRouter) -> None:
-    best = Running("best", publication(), queue=8)
+    best = Running("best", publication(running=6, waiting=2), queue=8)
     slow = Running("slow", publication(verify_ms=(90.0, 0.4)))
     assert await offer(router, [best, slow], pending("1")) == [["slow"], ["best"]]
-    slow.queue = 8
+    slow.queue, slow.routing_stats = 8, publication(2, running=8, verify_ms=(90.0, 0.4))
     request = pending("2")
     assert sorted(await offer(router, [best, slow], request)) == [["best"], ["slow"]]
     assert request.routing_context.should_backoff
+
+
+async def test_a_replica_that_serve_takes_for_full_after_a_flood_is_asked(router: StabilityAwareRouter) -> None:
+    free = Running("free", publication(), queue=8)
+    slow = Running("slow", publication(verify_ms=(90.0, 0.4)))
+    assert await offer(router, [free, slow], pending("1")) == [["free"], ["slow"]]
+    # Serve asks the best one before it is chosen, and believes what it says.
+    free.queue = 0
+    await router._select_from_candidate_replicas([free], 0)
+    assert router.replica_queue_len_cache.get(free.replica_id) == 0
 
 
 async def test_a_draining_replica_is_no_candidate(router: StabilityAwareRouter) -> None:

@@ -52,6 +52,33 @@ def test_one_size_alone_keeps_the_shape_of_the_prior() -> None:
     assert curve.line == pytest.approx((10.0, 0.05), rel=1e-6)
 
 
+def test_prompts_have_a_price_of_their_own() -> None:
+    rng = random.Random(4)
+    cost = StepCost(8, 4)
+
+    def read(tokens: int, decoding: int, factor: float = 1.0) -> None:
+        step_ms = 40.0 + decoding + 3.0 * tokens * factor * (1 + rng.gauss(0, 0.05))
+        cost.learn(decoding, step_ms, True, 0, 0, None, prompt_tokens=tokens)
+
+    read(100, 0)
+    assert cost.prompt is None
+    for _ in range(50):
+        for tokens in (2, 6):
+            clean(cost, tokens, 40.0 + tokens)
+    for _ in range(40):
+        read(rng.randint(5, 200), rng.randint(0, 6))
+    assert cost.prompt == pytest.approx(3.0, rel=0.05)
+    read(100, 2, factor=50.0)
+    assert cost.prompt is not None
+    assert cost.prompt < 6.0
+    for _ in range(40):
+        read(60, 2, factor=2.0)
+    assert cost.prompt == pytest.approx(6.0, rel=0.05)
+    # A step that took no longer than its decoding costs nothing more.
+    cost.learn(2, 30.0, True, 0, 0, None, prompt_tokens=5)
+    assert 0.0 < cost.prompt < 6.3
+
+
 def test_pauses_and_prefills_are_ignored() -> None:
     cost = StepCost(8, 4)
     for _ in range(50):

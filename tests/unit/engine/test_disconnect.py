@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from dsde.engine import disconnect
-from dsde.engine.disconnect import DisconnectOnCancel
+from dsde.engine.disconnect import DisconnectOnCancel, closed_with_request
 
 HTTP = {"type": "http"}
 
@@ -111,3 +111,44 @@ async def test_an_error_comes_out() -> None:
     client = Client()
     with pytest.raises(ValueError, match="no"):
         await DisconnectOnCancel(failing)(HTTP, client.receive, client.send)
+
+
+async def test_a_client_that_cannot_be_heard_any_more_is_gone() -> None:
+    app, client = Answering(asyncio.Event().wait), Client()
+
+    async def broken() -> Message:
+        raise RuntimeError("the proxy went away")
+
+    await DisconnectOnCancel(app)(HTTP, broken, client.send)
+    assert app.ended == "cancelled"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_stream_that_is_left_unclosed_is_closed_with_its_request(fails: bool) -> None:
+    ended = []
+    kept = []
+
+    async def outputs() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            ended.append("closed")
+
+    async def leaving(scope: Scope, receive: Receive, send: Send) -> None:
+        stream = closed_with_request(outputs())
+        kept.append(stream)
+        assert await anext(stream) == 1
+        if fails:
+            raise ValueError("no")
+
+    client = Client()
+    running = DisconnectOnCancel(leaving)(HTTP, client.receive, client.send)
+    if fails:
+        with pytest.raises(ValueError, match="no"):
+            await running
+    else:
+        await running
+    assert ended == ["closed"]
+    # Outside a request nothing is held.
+    assert await anext(closed_with_request(outputs())) == 1

@@ -106,6 +106,18 @@ def test_where_all_took_tokens_for_free_the_faster_one_does_not_get_all_requests
     assert 3 <= places.count("b") <= 11
 
 
+def test_prompts_tell_what_a_token_takes_where_small_steps_do_not() -> None:
+    made = router()
+    for number in (2, 3):
+        made.published("a", stats(number, verify_ms=(105.0, 0.0), draft_ms=30.0, prompt_ms=3.0), 1.0)
+        made.published("b", stats(number, verify_ms=(210.0, 0.0), draft_ms=60.0, prompt_ms=6.0), 1.0)
+    for number in range(22):
+        made.choose(str(number), Request(("greedy",), prompt_tokens=60, max_tokens=12), ["a", "b"], 1.0)
+    assert made.requests("a") + made.requests("b") == 22
+    assert 8 <= made.requests("b") <= 11
+    assert made.requests("another") == 0
+
+
 def test_requests_of_other_routers_are_seen_in_publications() -> None:
     made = router()
     made.published("a", stats(2, running=9, waiting=3), 1.0)
