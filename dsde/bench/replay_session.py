@@ -11,7 +11,7 @@ from dsde.bench.cell import Scene
 from dsde.bench.progress import Progress, duration
 from dsde.bench.replay_options import ReplayOptions, only
 from dsde.bench.replay_signals import Foresight, foresee
-from dsde.bench.replay_table import correlation_table, foresight_table, replay_summary, replay_table
+from dsde.bench.replay_table import ablation_table, correlation_table, foresight_table, replay_summary, replay_table
 from dsde.bench.replays import Replayed, Replays
 from dsde.bench.report import write
 from dsde.bench.workload import MIX
@@ -114,12 +114,15 @@ def _tell(console: Console, chosen: ReplayOptions, results: list[Replayed], seco
 def _tell_signals(console: Console, found: list[Foresight]) -> None:
     console.print(correlation_table(found))
     console.print(foresight_table(found))
+    console.print(ablation_table(found))
     console.print(
         f"Drafts of {found[0].length} tokens at every step. Confidence and entropy are the drafter's: of the first "
         "slot in the first table, of the slot itself in the second. KLD, WVIR and the acceptance average are those "
         "after the step before. AUC: the chance that an accepted slot scores above a rejected one, of slots up to and "
         "with the first rejection; entropy, KLD and WVIR count negated. controller: what it predicts of the slot "
         "before that is verified, after it has learnt from the other half of the requests. ECE: expected calibration "
-        "error over ten bins of equal count, against acceptance when greedy, else against the overlap of p and q.",
+        "error over ten bins of equal count, against acceptance when greedy, else against the overlap of p and q. The "
+        "last table: logistic models of the same signals, fitted to one half of the requests and scored on the other, "
+        "over the slots for which all of them are known.",
         highlight=False,
     )

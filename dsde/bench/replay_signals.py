@@ -6,14 +6,14 @@ then the held-out half, on which slots are predicted before they are learnt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dsde.bench.replays import halves
-from dsde.bench.trail import FALLING, SIGNALS, Trail, acceptance, auc, slot_acceptance, spearman
+from dsde.bench.trail import FALLING, SIGNALS, Trail, acceptance, auc, slots, spearman
 from dsde.bench.workload import MIX
 from dsde.control.arrays import Floats, Ints
 from dsde.control.controller import Controller
@@ -26,6 +26,10 @@ from dsde.control.trace import Trace
 __all__ = ["Bin", "Foresight", "calibration", "foresee"]
 
 BINS = 10
+ABLATION: Mapping[str, tuple[int, ...]] = {"none": (), "kld": (0,), "wvir": (1,), "both": (0, 1)}
+"""Signals that are added to confidence, entropy, average and position: KLD, WVIR, or both."""
+NEWTON_STEPS = 12
+RIDGE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,10 @@ class Foresight:
 
     correlations: workload, `mix` for all -> signal -> Spearman's coefficient with the accepted share of the step that
     follows, over all requests. steps: workload -> pairs of the signal that has the most.
-    Of the held-out requests, per slot up to and with the first rejection: auc: signal -> AUC, of the negated value for
-    entropy, KLD and WVIR. controller_auc, calibration_error, bins: of the predicted acceptance given that all earlier
+    Of the held-out requests, per slot up to and with the first rejection: auc: workload -> signal -> AUC, of the
+    negated value for entropy, KLD and WVIR. ablation: signals that are added to confidence, entropy and average -> AUC
+    of a logistic model fitted to the other half, `none` without them; all over the slots that have every signal, of
+    which there are ablated. controller_auc, calibration_error, bins: of the predicted acceptance given that all earlier
     slots were accepted. The AUC's label is whether the slot was accepted; that of calibration is the same when greedy
     and the slot's overlap at temperature > 0. predicted, expected: mean prediction and label. None where there are no
     two kinds of labels, or no slots.
@@ -55,7 +61,9 @@ class Foresight:
     length: int
     correlations: Mapping[str, Mapping[str, float | None]]
     steps: Mapping[str, int]
-    auc: Mapping[str, float | None]
+    auc: Mapping[str, Mapping[str, float | None]]
+    ablation: Mapping[str, float | None]
+    ablated: int
     controller_auc: float | None
     calibration_error: float | None
     predicted: float | None
@@ -83,10 +91,9 @@ def foresee(name: str, trace: Trace, temperature: float, length: int, seed: int 
             if workload != MIX:
                 workloads.setdefault(workload, []).append(trail)
     pairs = {workload: acceptance(trails) for workload, trails in sorted(workloads.items(), key=_all_first)}
-    single = {
-        signal: auc(-values if signal in FALLING else values, labels)
-        for signal, (values, labels) in slot_acceptance(list(second.trails.values())).items()
-    }
+    held_out = {MIX: list(second.trails.values())}
+    held_out |= {workload: [trail] for workload, trail in sorted(second.trails.items()) if workload != MIX}
+    ablation, ablated = _ablation(list(first.trails.values()), held_out[MIX])
     predicted, accepted, overlap = (np.array(column) for column in (second.predicted, second.accepted, second.overlap))
     expected = accepted if temperature == 0.0 else overlap
     error, bins = calibration(predicted, expected)
@@ -96,7 +103,9 @@ def foresee(name: str, trace: Trace, temperature: float, length: int, seed: int 
         length=length,
         correlations={w: {signal: spearman(*own[signal]) for signal in SIGNALS} for w, own in pairs.items()},
         steps={w: max(len(values) for values, _ in own.values()) for w, own in pairs.items()},
-        auc=single,
+        auc={workload: _single(trails) for workload, trails in held_out.items()},
+        ablation=ablation,
+        ablated=ablated,
         controller_auc=auc(predicted, accepted),
         calibration_error=error,
         predicted=float(predicted.mean()) if len(predicted) else None,
@@ -116,6 +125,60 @@ def calibration(predicted: Floats, expected: Floats) -> tuple[float | None, tupl
     if not bins:
         return None, ()
     return sum(one.slots * abs(one.predicted - one.expected) for one in bins) / len(predicted), bins
+
+
+def _single(trails: Sequence[Trail]) -> dict[str, float | None]:
+    """Signal -> AUC over the slots that have it."""
+    values, _, labels = slots(trails)
+    found = {}
+    for column, signal in enumerate(SIGNALS):
+        known = ~np.isnan(values[:, column])
+        scores = values[known, column]
+        found[signal] = auc(-scores if signal in FALLING else scores, labels[known])
+    return found
+
+
+def _ablation(fit: Sequence[Trail], held_out: Sequence[Trail]) -> tuple[dict[str, float | None], int]:
+    """Added signals -> AUC on the held-out slots that have every signal; how many these are."""
+    (rows, labels), (others, wanted) = _shaped(fit), _shaped(held_out)
+    found: dict[str, float | None] = {}
+    for name, added in ABLATION.items():
+        columns = [*range(4), *(4 + n for n in added)]
+        weights = _logistic(rows[:, columns], labels)
+        found[name] = None if weights is None else auc(others[:, columns] @ weights[:-1], wanted)
+    return found, len(wanted)
+
+
+def _shaped(trails: Sequence[Trail]) -> tuple[Floats, Floats]:
+    """(features [N, 6], labels [N]) of the slots that have every signal, KLD and WVIR last; none spans decades."""
+    values, positions, labels = slots(trails)
+    known = ~np.isnan(values).any(axis=1)
+    by_name = dict(zip(SIGNALS, values[known].T, strict=True))
+    top = np.clip(by_name["confidence"], 1e-3, 1.0 - 1e-3)
+    columns = (
+        np.log(top / (1.0 - top)),
+        by_name["entropy"],
+        by_name["average"],
+        np.log(positions[known]),
+        np.log(by_name["kld"] + 1e-3),
+        np.log(by_name["wvir"] + 1e-3),
+    )
+    return np.column_stack(columns), labels[known]
+
+
+def _logistic(rows: Floats, labels: Floats) -> Floats | None:
+    """Weights of a logistic regression, the constant last, by Newton's method; None without both labels."""
+    if not 0.0 < labels.mean() < 1.0 if len(labels) else True:
+        return None
+    scale = rows.std(axis=0) + 1e-9
+    x = np.column_stack((rows / scale, np.ones(len(rows))))
+    weights = np.zeros(x.shape[1])
+    for _ in range(NEWTON_STEPS):
+        chance = 1.0 / (1.0 + np.exp(-np.clip(x @ weights, -30.0, 30.0)))
+        curvature = (x * (chance * (1.0 - chance))[:, None]).T @ x + RIDGE * np.eye(len(weights))
+        weights += np.linalg.solve(curvature, x.T @ (labels - chance) - RIDGE * weights)
+    weights[:-1] /= scale
+    return weights
 
 
 def _all_first(item: tuple[str, Any]) -> tuple[bool, str]:

@@ -12,8 +12,9 @@ from dsde.bench.replay_signals import Foresight
 from dsde.bench.replays import Replayed
 from dsde.bench.table import number
 from dsde.bench.trail import SIGNALS
+from dsde.bench.workload import MIX
 
-__all__ = ["correlation_table", "foresight_table", "replay_summary", "replay_table"]
+__all__ = ["ablation_table", "correlation_table", "foresight_table", "replay_summary", "replay_table"]
 
 
 def replay_table(results: Sequence[Replayed], trace: str, cost: str, temperature: float) -> Table:
@@ -79,15 +80,27 @@ def foresight_table(found: Sequence[Foresight]) -> Table:
     """How well single signals, and the controller, tell which slots will be accepted; held-out requests."""
     table = Table(title="which slots will be accepted (AUC per slot, held-out requests)", title_justify="left")
     table.add_column("trace, temperature", no_wrap=True)
+    table.add_column("workload", no_wrap=True)
     for name in (*SIGNALS, "controller", "ECE", "predicted", "accepted", "slots"):
         table.add_column(name, justify="right")
     for one in found:
-        table.add_row(
-            f"{one.trace}, {one.temperature:g}",
-            *(number(one.auc[signal]) for signal in SIGNALS),
-            *(number(value) for value in (one.controller_auc, one.calibration_error, one.predicted, one.expected)),
-            str(one.slots),
-        )
+        overall = (one.controller_auc, one.calibration_error, one.predicted, one.expected)
+        for workload, row in one.auc.items():
+            entries = [number(row[signal]) for signal in SIGNALS]
+            if workload == MIX:
+                entries += [*map(number, overall), str(one.slots)]
+            table.add_row(f"{one.trace}, {one.temperature:g}", workload, *entries)
+    return table
+
+
+def ablation_table(found: Sequence[Foresight]) -> Table:
+    """What KLD and WVIR add to the other signals."""
+    table = Table(title="confidence, entropy and average, with (AUC per slot, held-out requests)", title_justify="left")
+    table.add_column("trace, temperature", no_wrap=True)
+    for name in ("neither", "KLD", "WVIR", "both", "slots"):
+        table.add_column(name, justify="right")
+    for one in found:
+        table.add_row(f"{one.trace}, {one.temperature:g}", *map(number, one.ablation.values()), str(one.ablated))
     return table
 
 

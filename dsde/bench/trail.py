@@ -14,7 +14,7 @@ from dsde.control.history import WINDOW
 from dsde.control.records import SpeculationPlan, StepObservation
 from dsde.control.signals import weighted_variance, wvir
 
-__all__ = ["FALLING", "SIGNALS", "Trail", "Trails", "acceptance", "auc", "slot_acceptance", "spearman"]
+__all__ = ["FALLING", "SIGNALS", "Trail", "Trails", "acceptance", "auc", "slots", "spearman"]
 
 SIGNALS = {
     "confidence": "draft confidence of the first slot",
@@ -111,21 +111,24 @@ def acceptance(trails: Sequence[Trail]) -> dict[str, tuple[Floats, Floats]]:
     return {signal: (np.array(values[signal]), np.array(shares[signal])) for signal in SIGNALS}
 
 
-def slot_acceptance(trails: Sequence[Trail]) -> dict[str, tuple[Floats, Floats]]:
-    """Signal -> (its values, 1 where the slot was accepted and else 0), up to and with each first rejection.
+def slots(trails: Sequence[Trail]) -> tuple[Floats, Floats, Floats]:
+    """The slots up to and with each first rejection: (signals [N, len(SIGNALS)], positions [N] from 1, labels [N]).
 
-    Confidence and entropy are the slot's own.
+    A label is 1 where the slot was accepted and else 0. Confidence and entropy are the slot's own; a signal that was
+    not known is NaN.
     """
-    values: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
-    accepted: dict[str, list[float]] = {signal: [] for signal in SIGNALS}
+    rows: list[list[float]] = []
+    positions: list[float] = []
+    labels: list[float] = []
     for attempt in _attempts(trails):
-        tried = min(attempt.accepted + 1, attempt.drafted)
-        known = {signal: [value] * tried for signal, value in attempt.before.items()}
-        known |= {"confidence": attempt.top_prob[:tried], "entropy": attempt.entropy[:tried]}
-        for signal, row in known.items():
-            values[signal] += row
-            accepted[signal] += [float(slot < attempt.accepted) for slot in range(len(row))]
-    return {signal: (np.array(values[signal]), np.array(accepted[signal])) for signal in SIGNALS}
+        for slot in range(min(attempt.accepted + 1, attempt.drafted)):
+            known = dict(attempt.before)
+            if slot < len(attempt.top_prob):
+                known |= {"confidence": attempt.top_prob[slot], "entropy": attempt.entropy[slot]}
+            rows.append([known.get(signal, float("nan")) for signal in SIGNALS])
+            positions.append(slot + 1.0)
+            labels.append(float(slot < attempt.accepted))
+    return np.array(rows).reshape(-1, len(SIGNALS)), np.array(positions), np.array(labels)
 
 
 def _attempts(trails: Sequence[Trail]) -> Iterator[_Attempt]:

@@ -45,8 +45,8 @@ def test_auc_by_hand() -> None:
 
 def test_a_drafter_that_knows_is_believed_and_one_that_does_not_is_not() -> None:
     sharp, dull = foreseen(confidence=4.0), foreseen(confidence=0.2)
-    assert known(sharp.auc["confidence"]) > 0.8 > 0.7 > known(dull.auc["confidence"])
-    assert known(sharp.auc["entropy"]) > 0.8
+    assert known(sharp.auc["mix"]["confidence"]) > 0.8 > 0.7 > known(dull.auc["mix"]["confidence"])
+    assert known(sharp.auc["mix"]["entropy"]) > 0.8
     assert known(sharp.controller_auc) > known(dull.controller_auc) + 0.1
     assert known(sharp.correlations["mix"]["confidence"]) > 0.4
     assert known(sharp.correlations["mix"]["entropy"]) < -0.4
@@ -73,9 +73,30 @@ def test_slots_are_those_up_to_the_first_rejection() -> None:
     assert found.slots == 5
     assert found.expected == pytest.approx(3 / 5)
     # Accepted at .9, .8 and .9, rejected at .3 and .8: of six pairs one is a tie.
-    assert found.auc["confidence"] == pytest.approx(5.5 / 6)
+    assert found.auc["mix"]["confidence"] == pytest.approx(5.5 / 6)
     # Both halves, two steps with drafts each.
     assert found.steps["mix"] == 4
+
+
+def test_a_signal_that_tells_more_earns_its_place_in_the_ablation() -> None:
+    draw = np.random.default_rng(3)
+
+    def drafted() -> Round:
+        # Confidence says nothing; the KLD of a step says what becomes of the next one.
+        calm = bool(draw.random() < 0.5)
+        state.append(calm)
+        accepted = 0 if len(state) < 2 else 3 if state[-2] else 0
+        klds = (0.05, 0.05, 0.05) if calm else (4.0, 4.0, 4.0)
+        return Round((0.5, 0.5, 0.5), (1.0, 1.0, 1.0), klds, (0.5, 0.5, 0.5), accepted)
+
+    requests = []
+    for number in range(12):
+        state: list[bool] = []
+        requests.append(RequestTrace(f"r{number}", "code", 0.0, tuple(drafted() for _ in range(30))))
+    found = foresee("by hand", Trace(3, tuple(requests)), 0.0, 3)
+    assert known(found.ablation["kld"]) > known(found.ablation["none"]) + 0.05
+    assert known(found.ablation["both"]) > known(found.ablation["wvir"]) + 0.05
+    assert 0 < found.ablated < found.slots
 
 
 def test_no_held_out_request_is_seen_twice() -> None:
@@ -97,5 +118,6 @@ def test_signals_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     written = json.loads(result.read_text())
     assert written["cells"] == []
     [own] = written["signals"]
-    assert set(own["auc"]) == {"confidence", "entropy", "kld", "wvir", "average"}
+    assert set(own["auc"]["mix"]) == {"confidence", "entropy", "kld", "wvir", "average"}
+    assert set(own["ablation"]) == {"none", "kld", "wvir", "both"}
     assert (tmp_path / "p" / "calibration.png").exists()

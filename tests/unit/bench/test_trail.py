@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dsde.bench.cell import Cell, Scene
-from dsde.bench.trail import Trail, Trails, acceptance, slot_acceptance, spearman
+from dsde.bench.trail import SIGNALS, Trail, Trails, acceptance, slots, spearman
 from dsde.control.records import SpeculationPlan, StepObservation
 
 
@@ -51,10 +51,14 @@ def test_slots_count_up_to_the_first_rejection() -> None:
     trail = Trail()
     trail.add(step({"a": 2}, [2], [0.1, 0.3], {"a": 0.9}), None)
     trail.add(step({"a": 3}, [1], [1.0, 3.0, 9.0]), None)
-    slots = slot_acceptance([trail])
-    assert [side.tolist() for side in slots["kld"]] == [pytest.approx([0.2, 0.2]), [1.0, 0.0]]
+    values, positions, labels = slots([trail])
+    known = dict(zip(SIGNALS, values.T.tolist(), strict=True))
+    # Both slots of the first step were tried before anything was known.
+    assert known["kld"] == pytest.approx([np.nan, np.nan, 0.2, 0.2], nan_ok=True)
     # The drafter spoke of one slot only.
-    assert [side.tolist() for side in slots["confidence"]] == [pytest.approx([0.9]), [1.0]]
+    assert known["confidence"] == pytest.approx([np.nan, np.nan, 0.9, np.nan], nan_ok=True)
+    assert positions.tolist() == [1, 2, 1, 2]
+    assert labels.tolist() == [1, 1, 1, 0]
 
 
 def test_wvir_needs_its_long_window_and_is_the_papers() -> None:
