@@ -39,16 +39,16 @@ PRIOR = 4.0
 STEPS = 20.0
 """Requests, and steps with drafts, that the wider class weighs within a narrower one."""
 SLIGHT = 1e-6
-COSTS = (20.0, 0.1, 1.5)
-"""a, b and d in ms of a replica that has published none, while nobody has."""
+COSTS = (20.0, 0.1, 1.5, 0.1)
+"""a, b, d and a prompt token in ms of a replica that has published none, while nobody has."""
 NOISE = 1.3
 """Factor up to which a replica's costs may differ from the others' for no other reason than how they were measured."""
 TINY_MS = 1e-6
-SIZE = np.array([1.0, 16.0, 1.0])
-"""The step by which replicas are compared, in (a, b, d): one of 16 tokens, and one draft step."""
+SIZE = np.array([1.0, 16.0, 1.0, 0.0])
+"""The step by which replicas are compared, in (a, b, d, prompt token): one of 16 tokens, and one draft step."""
 FREE = 256.0
-"""Tokens that take at least as long as all else in a step, whatever was measured: until prompts have been, b may come
-out as 0, and a replica to which more costs nothing would draw every request.
+"""Tokens that take at least as long as all else in a step, whatever was measured: where a step's time is that of reading
+the weights, b comes out as 0, and a replica to which more costs nothing would draw every request.
 """
 FADES_S = 10.0
 """Time without a request after which that factor is squared, and so on: a replica that was slow once is tried again."""
@@ -100,7 +100,7 @@ class StabilityAware(Generic[R]):
         self._read_by = np.zeros(0)
         self._heard = np.zeros(0)
         self._draining: set[int] = set()
-        self._measured = np.zeros((0, 3))
+        self._measured = np.zeros((0, len(COSTS)))
         self._booked: OrderedDict[str, _Booked] = OrderedDict()
         self._unsent: OrderedDict[str, float] = OrderedDict()
         self._late: OrderedDict[str, R] = OrderedDict()
@@ -127,7 +127,7 @@ class StabilityAware(Generic[R]):
         self._rows[replica], self._replicas[row] = row, _Replica()
         fleet = self._fleet
         known = [i for i in self._rows.values() if self._replicas[i].stats is not None]
-        for column, prior in zip((fleet.base, fleet.token, fleet.draft), COSTS, strict=True):
+        for column, prior in zip((fleet.base, fleet.token, fleet.draft, fleet.prompt), COSTS, strict=True):
             column[row] = float(np.median(column[known])) if known else prior
         fleet.places[row] = float(np.median(fleet.places[known])) if known else 32.0
         fleet.depth[row] = fleet.depth[known[0]] if known else -1.0
@@ -167,13 +167,13 @@ class StabilityAware(Generic[R]):
         else:
             self._draining.discard(row)
         if stats.verify_ms is not None and stats.draft_ms is not None and stats.verify_ms[0] > 0.0:
-            # Small steps measure b poorly, prompts do not; nor is a token of a large batch any cheaper than theirs.
-            base, token = stats.verify_ms
-            measured = (base, max(token, stats.prompt_ms or 0.0), stats.draft_ms)
+            prompt = stats.verify_ms[1] if stats.prompt_ms is None else stats.prompt_ms
+            measured = (*stats.verify_ms, stats.draft_ms, prompt)
             if stats.running or measured != tuple(self._measured[row].tolist()):
                 known.worked = now
             self._measured[row] = measured
-            fleet.base[row], fleet.token[row], fleet.draft[row] = self._believed(row, now - known.worked)
+            believed = self._believed(row, now - known.worked).tolist()
+            fleet.base[row], fleet.token[row], fleet.draft[row], fleet.prompt[row] = believed
         starved = stats.kv_use > KV_FULL and stats.waiting > 0
         fleet.places[row] = max(1, min(stats.slots, stats.running) if starved else stats.slots)
         fleet.depth[row] = -1.0 if stats.priced else min(DEEPEST, round(stats.length))
@@ -264,7 +264,7 @@ class StabilityAware(Generic[R]):
             self._settle()
 
     def _believed(self, row: int, idle_s: float) -> Array:
-        """a, b and d of a replica: the median of all, by as much faster or slower as noise does not account for.
+        """Costs of a replica: the medians of all, by as much faster or slower as noise does not account for.
 
         One replica's a and b apart are not to be relied on: what steps of few sizes have taken fits many lines. A b of
         0 would draw every request there.
@@ -273,7 +273,7 @@ class StabilityAware(Generic[R]):
         measured = self._measured[list(self._rows.values())]
         middle: Array = np.maximum(np.median(measured[measured[:, 0] > 0.0], axis=0), TINY_MS)
         ratio = float(self._measured[row] @ SIZE) / float(middle @ SIZE)
-        middle[1] = max(middle[1], middle[0] / FREE)
+        middle[[1, 3]] = np.maximum(middle[[1, 3]], middle[0] / FREE)
         return middle * (max(1.0, ratio / noise) if ratio > 1.0 else min(1.0, ratio * noise))
 
     def _grow(self) -> int:
@@ -283,7 +283,7 @@ class StabilityAware(Generic[R]):
             getattr(new, name)[:size] = getattr(old, name)
         self._fleet = new
         self._read_by, self._heard = np.append(self._read_by, 0.0), np.append(self._heard, -math.inf)
-        self._measured = np.vstack((self._measured, np.zeros(3)))
+        self._measured = np.vstack((self._measured, np.zeros(len(COSTS))))
         self._replicas.append(_Replica())
         return size
 
@@ -294,7 +294,7 @@ class StabilityAware(Generic[R]):
         self._unsent[number] = now
         fleet = self._fleet
         fleet.members[row, wanted.level] += 1.0
-        self._read_by[row] = max(self._read_by[row], now) + 1e-3 * fleet.token[row] * wanted.prompt[row]
+        self._read_by[row] = max(self._read_by[row], now) + 1e-3 * fleet.prompt[row] * wanted.prompt[row]
         self._changed.add(row)
         if len(self._booked) > BOOKED:
             self._leave(next(iter(self._booked)))

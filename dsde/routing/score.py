@@ -48,7 +48,7 @@ def level(acceptance: float) -> int:
 class Fleet:
     """State of R replicas.
 
-    base, token, draft: [R], a, b and d in ms. places: [R], requests that can decode together. busy: [R], ms of prompts
+    base, token, draft, prompt: [R], a, b, d, and one prompt token, in ms. places: [R], requests that can decode together. busy: [R], ms of prompts
     still to be read. depth: [R], a fixed depth of drafting, -1 where the price decides. members: [R, LEVELS], requests
     by level, waiting ones included.
 
@@ -60,6 +60,7 @@ class Fleet:
     base: Array
     token: Array
     draft: Array
+    prompt: Array
     places: Array
     busy: Array
     depth: Array
@@ -74,7 +75,7 @@ class Fleet:
     @classmethod
     def empty(cls, replicas: int) -> Fleet:
         """So many replicas, all at 0: each needs its costs and a `refresh`."""
-        widths = (1, 1, 1, 1, 1, 1, 1, 1, 1, LEVELS, DEEPEST + 1, DEEPEST + 1, LEVELS)
+        widths = (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, LEVELS, DEEPEST + 1, DEEPEST + 1, LEVELS)
         return cls(*(np.zeros(replicas) if width == 1 else np.zeros((replicas, width)) for width in widths))
 
     def refresh(self, row: int) -> None:
@@ -132,7 +133,7 @@ def losses(fleet: Fleet, wanted: Wanted) -> Losses:
     time += fleet.time
     depth = ((fleet.emitted + emits) / time).argmax(axis=1)
     step = time[np.arange(len(time)), depth]
-    prefill = fleet.token * wanted.prompt
+    prefill = fleet.prompt * wanted.prompt
     decode = min(wanted.output, HORIZON) * step / emits.take(depth)
     own = fleet.busy + prefill + decode * fleet.turns
     # A member keeps the share (its ms per token before) / (its ms per token now) of its speed.

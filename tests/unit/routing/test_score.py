@@ -13,6 +13,7 @@ LOW, HIGH = 0, level(0.9)
 def fleet(replicas: int = 2, *, base: float = 20.0, token: float = 0.1, draft: float = 1.5, places: int = 32) -> Fleet:
     made = Fleet.empty(replicas)
     made.base[:], made.token[:], made.draft[:], made.places[:], made.depth[:] = base, token, draft, places, -1
+    made.prompt[:] = token
     return refreshed(made)
 
 
