@@ -47,8 +47,8 @@ TINY_MS = 1e-6
 SIZE = np.array([1.0, 16.0, 1.0, 0.0])
 """The step by which replicas are compared, in (a, b, d, prompt token): one of 16 tokens, and one draft step."""
 FREE = 256.0
-"""Tokens that take at least as long as all else in a step, whatever was measured: where a step's time is that of reading
-the weights, b comes out as 0, and a replica to which more costs nothing would draw every request.
+"""Tokens that take at least as long as all else in a step, whatever was measured: where a step takes as long as reading
+the weights does, b comes out as 0, and a replica to which more costs nothing would draw every request.
 """
 FADES_S = 10.0
 """Time without a request after which that factor is squared, and so on: a replica that was slow once is tried again."""

@@ -48,9 +48,9 @@ def level(acceptance: float) -> int:
 class Fleet:
     """State of R replicas.
 
-    base, token, draft, prompt: [R], a, b, d, and one prompt token, in ms. places: [R], requests that can decode together. busy: [R], ms of prompts
-    still to be read. depth: [R], a fixed depth of drafting, -1 where the price decides. members: [R, LEVELS], requests
-    by level, waiting ones included.
+    base, token, draft, prompt: [R], a, b, d, and one prompt token, in ms. places: [R], requests that can decode
+    together. busy: [R], ms of prompts still to be read. depth: [R], a fixed depth of drafting, -1 where the price
+    decides. members: [R, LEVELS], requests by level, waiting ones included.
 
     The others follow from these, by `refresh`. count: [R], all members. decoding: [R], those that have a place. turns:
     [R], the time one more would take, as a multiple of what it takes with a place. emitted, time: [R, DEEPEST + 1],
