@@ -40,8 +40,8 @@ run: $(STAMP) ## serve the embedded pair on port 8000 until Ctrl-C
 
 test: $(STAMP) ## run every test
 	@$(BIN)/dsde models prepare all
-	@first=0; $(PYTEST) -n 2 --dist loadfile tests/unit tests/engine $(ARGS) || first=$$?; \
-	$(PYTEST) tests/serve tests/k8s $(ARGS) && exit $$first
+	@failed=0; $(PYTEST) -n 2 --dist loadfile tests/unit tests/engine $(ARGS) || failed=$$?; \
+	for part in tests/serve tests/k8s; do $(PYTEST) $$part $(ARGS) || failed=$$?; done; exit $$failed
 
 chaos: $(STAMP) ## hurt an application under traffic: SEED=1 MINUTES=20
 	@$(BIN)/dsde models prepare embedded
